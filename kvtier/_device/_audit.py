@@ -1,8 +1,8 @@
 """Audits: after a copy, the device's bytes are read back and compared with the slot and its checksum.
 
-They are read in the plainest way, copy by copy and in the order of a single chunk, so that an error in the
-method of the real copies shows. Blocks of a store are read before its copies, too: if the engine writes to
-them meanwhile, the copy is not at fault, and the chunk is not to be trusted.
+They are read in the simplest way, copy by copy and in the order of a single chunk, so that an error in the
+method of the real copies becomes visible. Blocks of a store are also read before its copies: if the engine
+writes to them meanwhile, the copy is not at fault, but the chunk cannot be trusted.
 """
 
 from __future__ import annotations
@@ -54,20 +54,21 @@ class Auditor:
         self._read = read
         self._scratch = threading.local()
         self._lock = threading.Lock()
-        self._loads: dict[int, tuple[int | None, int]] = {}  # by slot with a checksum: that, and its loads
+        # for each slot with a checksum, the checksum and its number of loads
+        self._loads: dict[int, tuple[int | None, int]] = {}
         self.audits = Audits()
 
     def of_store(self, transfer_id: int, blocks: Blocks, slots: Sequence[int]) -> Check | None:
-        """Return the check of a store; None if no chunk of it is audited."""
+        """Return the check of a store, or None if none of its chunks is audited."""
         self._slot_checksums.forget(slots, self._area)
         positions = self._slot_checksums.chosen(transfer_id, slots)
         return self._check(self._audit_store, blocks, slots, positions)
 
     def of_load(self, transfer_id: int, slots: Sequence[int], blocks: Blocks) -> Check | None:
-        """Return the check of a load; None if no chunk of it is audited.
+        """Return the check of a load, or None if none of its chunks is audited.
 
         Loads of a chunk with a checksum are audited if they are chosen, else the 1st, 2nd, 4th, 8th and so
-        on. Otherwise, a chunk that most requests load would slow each of them.
+        on. Auditing every load of a chunk would slow all requests that load it.
         """
         known = self._slot_checksums.audited(slots, self._area)
         is_shared = self._slot_checksums.is_shared
@@ -114,7 +115,7 @@ class Auditor:
         self._require(slot, held, read, self._slot_checksums.expected(slot, self._area))
 
     def _read_checksum(self, slot: int, plan: CopyPlan) -> int:
-        """Return the checksum of the pages that a store copies to a slot, read from the device now."""
+        """Read the pages that a store copies to a slot from the device; return their checksum."""
         area = np.frombuffer(self._slot_checksums.view(slot, self._area), dtype=np.uint8)
         read = np.zeros_like(area)
         self._read(CopyPlan(plan.src, _moved(plan.dst, area, read), plan.sizes))
@@ -129,7 +130,7 @@ class Auditor:
         held, read = self._scratch.bytes
         area = np.frombuffer(self._slot_checksums.view(slot, self._area), dtype=np.uint8)
         held[:] = area
-        read[:] = held  # not the area again: other workers may write to it meanwhile
+        read[:] = held  # Not the area itself, because other workers may write to it meanwhile.
         self._read(CopyPlan(device, _moved(host, area, read), plan.sizes))
         return held, read
 
@@ -151,7 +152,7 @@ class Auditor:
 
 
 def _moved(addresses: Addresses, area: _Bytes, to: _Bytes) -> Addresses:
-    """Return the addresses of the same places in another area."""
+    """Return the corresponding addresses in another area."""
     return addresses - np.uint64(area.ctypes.data) + np.uint64(to.ctypes.data)
 
 

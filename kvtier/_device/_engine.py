@@ -1,6 +1,6 @@
 """The transfer engine of all backends: three queues of transfers, each with a thread and a stream.
 
-The thread of a queue gives a transfer to its stream and sleeps until the event after it. The end is then
+A queue's thread enqueues a transfer on its stream and sleeps until the event after it. The end is then
 reported through ``set_wakeup``. A function that the device calls at the end (``cudaLaunchHostFunc``) would
 save that thread, but may not call the device, and would block the stream while it waits for the interpreter
 lock.
@@ -42,7 +42,7 @@ class TransferEngine:
     it has ended. Submissions come from one thread; other calls may come from any.
 
     A copy that fails is repeated once on a fresh stream. A load that fails again is tried in a third way,
-    unless ``stages_loads`` is false and it is not expedited. A later failure is reported with its error; the
+    unless ``stages_loads`` is false and it is not expedited. A final failure is reported with its error; the
     copying threads raise nothing. When the device is lost, this transfer and all later ones end with a
     ``DeviceLostError``. A copy that has not ended by a deadline, or a quarter later, is abandoned, and the
     device counts as lost: no call below blocks for longer. The transfer's error is a ``DeviceStuckError``:
@@ -77,7 +77,7 @@ class TransferEngine:
         self._auditor: Auditor | None = None
         self._readers = threading.local()
         self._memory: tuple[object, ...] = (kv_caches, region.view(0))  # keeps memory of copies mapped
-        self._submitting = threading.Lock()  # no submission may follow the end of the queues
+        self._submitting = threading.Lock()  # No submission may follow the end of the queues.
         self._changed = threading.Condition()
         self._in_flight: set[int] = set()
         self._ended: list[Finished] = []
@@ -130,10 +130,10 @@ class TransferEngine:
         return ended
 
     def hand_over(self) -> None:
-        """Let a load start, or be reported as ended, if its thread may wait for the interpreter lock.
+        """Yield the interpreter lock if a thread may need it to start a load or to report its end.
 
-        For a caller that runs Python without a pause, which would keep the lock for 5 ms
-        (``sys.getswitchinterval``). Blocks for 2 ms at most, and raises nothing.
+        A caller that runs Python without a pause would keep the lock for 5 ms (``sys.getswitchinterval``).
+        Blocks for at most 2 ms, and raises nothing.
         """
         loads = self._queues[CopyQueue.LOAD]
         loads.let_start()
@@ -142,7 +142,7 @@ class TransferEngine:
                 self._changed.wait_for(lambda: copied not in self._in_flight, HAND_OVER_S)
 
     def wait(self, transfer_ids: Iterable[int]) -> None:
-        """Block until these have ended or were abandoned. Ids that are unknown or ended are no error."""
+        """Block until these transfers have ended or were abandoned. Unknown and ended ids are ignored."""
         awaited = frozenset(transfer_ids)
         with self._changed:
             self._changed.wait_for(lambda: self._in_flight.isdisjoint(awaited))
@@ -154,9 +154,9 @@ class TransferEngine:
         self.wait(awaited)
 
     def set_wakeup(self, wakeup: Callable[[], object] | None) -> None:
-        """Call ``wakeup`` from a copying thread after each end; it must not block.
+        """Call ``wakeup`` from a copying thread after each transfer; it must not block.
 
-        It is called at once, too, if some ends were not collected yet.
+        It is also called at once if some ended transfers were not collected yet.
         """
         with self._changed:
             self._wakeup = wakeup
@@ -171,7 +171,7 @@ class TransferEngine:
 
     @property
     def pinning(self) -> Pinning:
-        """How much of the region is pinned by now; zero on a device that needs no pinning."""
+        """The amount of the region that is pinned so far; zero on a device that needs no pinning."""
         return Pinning() if self._pinned is None else self._pinned.state
 
     def close(self) -> None:
@@ -210,7 +210,8 @@ class TransferEngine:
                 self._in_flight.add(transfer_id)
             try:
                 self._start_threads(queue)
-            except RuntimeError as error:  # the process may have no more threads: the next one tries again
+            # The process may have reached its thread limit. The next submission tries again.
+            except RuntimeError as error:
                 self._end(Finished(transfer_id, plan.nbytes, 0.0, error, None))
             else:
                 self._queues[queue].submit(transfer_id, plan, attempts, check)
@@ -233,11 +234,11 @@ class TransferEngine:
         if wakeup is not None:
             try:
                 wakeup()
-            except Exception:  # a closed event loop, say; copies must go on
+            except Exception:  # An error in the callback, such as a closed event loop, must not stop copies.
                 logger.exception("the wake-up after transfer %d failed", result.transfer_id)
 
     def _watch(self) -> None:
-        """Abandon hung copies, which would block waiting threads for ever."""
+        """Abandon hanging copies, which would block waiting threads for ever."""
         while not self._stopping.wait(self._deadline_s / CHECKS_PER_DEADLINE):
             for queue in self._queues.values():
                 queue.check(self._deadline_s)

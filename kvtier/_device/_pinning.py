@@ -44,7 +44,7 @@ class PinnedSlots:
         """Unpin. No copy may be in flight. May be called again."""
         self._stopping.set()
         self._thread.join()
-        if self._pieces:  # in a new thread, so that the caller's is not attached to the device
+        if self._pieces:  # In a new thread, so that the caller's thread is not attached to the device.
             thread = threading.Thread(target=self._unpin, name="kvtier-unpin", daemon=True)
             thread.start()
             thread.join()
@@ -53,10 +53,10 @@ class PinnedSlots:
     def _work(self) -> None:
         try:
             self._runtime.attach()
-            with numa.preferring(self._runtime.node()):  # for memory that is not populated yet
+            with numa.preferring(self._runtime.node()):  # waits for memory that is not populated yet
                 self._pin()
         except StateError:
-            pass  # the region is closed: nothing needs pinning
+            pass  # the region is closed, so nothing needs pinning
         except Exception as error:
             self.state = replace(self.state, failed=True)
             logger.warning(
@@ -79,7 +79,8 @@ class PinnedSlots:
             self._runtime.host_register(address, nbytes)
             self._pieces.append(address)
             self.state = replace(self.state, nbytes=self.state.nbytes + nbytes)
-            self._stopping.wait(time.monotonic() - began_s)  # otherwise this thread would win each next turn
+            # Otherwise this thread would win the lock again at each turn.
+            self._stopping.wait(time.monotonic() - began_s)
 
     def _unpin(self) -> None:
         self.state = replace(self.state, nbytes=0)
@@ -87,5 +88,5 @@ class PinnedSlots:
         while self._pieces:
             try:
                 self._runtime.host_unregister(self._pieces.pop(0))
-            except Exception:  # the others must be unpinned too
+            except Exception:  # the remaining pieces must be unpinned, too
                 logger.exception("a piece of the primary tier cannot be unpinned")

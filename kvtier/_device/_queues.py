@@ -20,7 +20,7 @@ from kvtier.errors import AuditError, BlocksChangedError, DamagedSlotError, Devi
 
 logger = GuardedLogger("kvtier.device")
 
-_FINAL = (DamagedSlotError, BlocksChangedError)  # a repetition would hide them
+_FINAL = (DamagedSlotError, BlocksChangedError)  # a retry would hide them
 
 LOST_AFTER = 5
 """This many failures of transfers in a row, in every attempt and over all queues, mean a lost device."""
@@ -39,14 +39,15 @@ class QueuedTransfer:
 
     transfer_id: int
     plan: CopyPlan
-    nbytes: int  # the plan's; the queue's thread uses no arrays: NumPy would release the interpreter lock
-    computed: Event | Exception  # the copies wait for it; or the error of recording it
+    # From the plan. The queue's thread uses no arrays, because NumPy would release the interpreter lock.
+    nbytes: int
+    computed: Event | Exception  # The copies wait for this event. If recording it failed, this is the error.
     attempts: tuple[Attempt, ...]  # to make, in this order
     check: Check | None  # audits the copies
     # Start and end of the copies in flight, or the error of enqueueing them; None before that, and if the
     # device is lost.
     begun: tuple[Event, Event] | BaseException | None = None
-    audit: Iterator[None] | None = None  # the audit of the copies in flight
+    audit: Iterator[None] | None = None  # audit of the copies in flight
 
     def failed(self, error: BaseException, attempt: Attempt | None = None) -> Finished:
         """Return the result of a transfer that failed for good."""
@@ -54,7 +55,7 @@ class QueuedTransfer:
 
 
 class DeviceHealth:
-    """Whether the device still works, by the results of copies. Shared by all queues."""
+    """Tracks from the results of copies whether the device still works. Shared by all queues."""
 
     def __init__(self) -> None:
         self.lost: DeviceLostError | None = None
@@ -64,7 +65,7 @@ class DeviceHealth:
         self._failures = 0
 
     def failed(self, error: BaseException) -> BaseException:
-        """Note that a transfer failed for good; return the error to report."""
+        """Record the final failure of a transfer; return the error to report."""
         if isinstance(error, (AuditError, BlocksChangedError)):
             return self.lost or error  # the device is not at fault
         self._failures += 1
@@ -88,11 +89,12 @@ class QueueThread:
     def __init__(
         self, queue: CopyQueue, runtime: Runtime, health: DeviceHealth, report: Callable[[Finished], None]
     ) -> None:
-        self.is_stuck = False  # a transfer was abandoned: the thread reports no more, and may never end
+        # A transfer was abandoned. The thread reports no more transfers, and may never end.
+        self.is_stuck = False
         self._queue = queue
         self._runtime = runtime
         self._stream = runtime.open_stream(queue)
-        self._is_attached = False  # to the device, as each thread that uses it has to be
+        self._is_attached = False  # Attaches the thread to the device, as each thread that uses it must be.
         self._health = health
         self._report = report
         self._changed = threading.Condition()
@@ -106,7 +108,7 @@ class QueueThread:
     def submit(
         self, transfer_id: int, plan: CopyPlan, attempts: tuple[Attempt, ...], check: Check | None
     ) -> None:
-        """Queue a transfer after the work that the calling thread has given the device so far."""
+        """Queue a transfer after the work that the calling thread has enqueued on the device so far."""
         try:
             computed: Event | Exception = self._runtime.record_compute()
         except Exception as error:  # fails this transfer, not the engine's own work
@@ -121,13 +123,13 @@ class QueueThread:
         self._report(transfer.failed(self._health.lost))
 
     def let_start(self) -> None:
-        """Wait until the thread has taken a transfer, if it has only to wake up."""
+        """Wait until the thread has dequeued a transfer, if it only has to wake up for that."""
         with self._changed:
             if self._is_idle and self._waiting:
                 self._changed.wait(HAND_OVER_S)
 
     def ended_copy(self) -> int | None:
-        """Return the transfer that the thread may only have to report, if there is one."""
+        """Return the oldest transfer if its copies may have ended and only its report is missing."""
         with self._changed:
             oldest = self._begun[0] if self._begun else None
         if oldest is None or oldest.check is not None or isinstance(oldest.begun, BaseException):
@@ -146,7 +148,7 @@ class QueueThread:
             self._thread = thread
 
     def stop(self) -> None:
-        """End the thread after its transfers. A stuck thread is left alone."""
+        """End the thread after its transfers. A stuck thread is not stopped."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -154,7 +156,7 @@ class QueueThread:
             self._thread.join()
 
     def check(self, deadline_s: float) -> None:
-        """Abandon the oldest transfer, and all behind it, if it has not ended within a deadline of checks."""
+        """Abandon the oldest transfer and all later ones if it has not ended after a number of checks."""
         with self._changed:
             oldest = self._begun[0] if self._begun else None
             seen, checks = self._checked
@@ -184,7 +186,7 @@ class QueueThread:
         if self._health.lost is None:
             try:
                 transfer.begun = self._enqueue(transfer, transfer.attempts[0])
-            except BaseException as error:  # the thread must live, whatever a copy raises
+            except BaseException as error:  # The thread must survive any exception of a copy.
                 transfer.begun = error
         return True
 
@@ -205,11 +207,12 @@ class QueueThread:
 
     def _end_oldest(self) -> bool:
         """Wait for the oldest transfer and report it; return whether to continue."""
-        transfer = self._begun[0]  # kept beyond its report: freeing events hands over the interpreter lock
+        # Kept beyond the report, because freeing events releases the interpreter lock.
+        transfer = self._begun[0]
         finished = self._finish(transfer)
         with self._changed:
             if self.is_stuck:
-                return False  # too late: it was reported as not ended
+                return False  # Too late: the transfer was already reported as abandoned.
             self._begun.popleft()
         self._report(finished)
         return True
@@ -240,7 +243,7 @@ class QueueThread:
             self._runtime.attach()
             self._is_attached = True
         if attempt is not Attempt.FIRST:
-            with suppress(Exception):  # transfers started after the failed one keep their place
+            with suppress(Exception):  # Transfers started after the failed one keep their order.
                 self._stream.record().synchronize()
             self._stream = self._runtime.open_stream(self._queue, plain=True)
         if transfer.check is not None:

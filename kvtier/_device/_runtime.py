@@ -38,7 +38,7 @@ class Stream(ABC):
     def copy(self, plan: CopyPlan) -> None:
         """Enqueue all copies of ``plan``; if it raises, the first few are enqueued.
 
-        The caller keeps the plan until they are over. May block while the device cannot take more.
+        The caller keeps the plan until they have ended. May block while the device's queue is full.
         """
 
     def start_transfer(self, after: Any, plan: CopyPlan) -> tuple[Event, Event]:
@@ -52,7 +52,7 @@ class Stream(ABC):
             self.copy(plan)
             return start, self.record()
         except BaseException:
-            self.record().synchronize()  # earlier copies are in flight when one is refused
+            self.record().synchronize()  # If a copy is refused, earlier copies are still in flight.
             raise
 
 

@@ -21,7 +21,7 @@ def open_transfer_engine(
 ) -> TransferEngine:
     """Return the transfer engine for these tensors.
 
-    ConfigError if they are on several devices, or on one that kvtier has no backend for.
+    ConfigError if they are on several devices, or on a device without a backend.
     """
     module = import_module(f"kvtier._device.backends.{_backend_of(kv_caches)}")
     runtime = module.open_runtime(kv_caches.tensors)
@@ -34,7 +34,7 @@ def _backend_of(kv_caches: KVCaches) -> str:
         names = ", ".join(sorted(map(str, devices)))
         raise ConfigError(f"the KV cache of a worker is on several devices ({names}); put it on one")
     kind = devices.pop().type
-    if kind == "cuda" and torch.version.hip is not None:  # torch's name for AMD's GPUs, too
+    if kind == "cuda" and torch.version.hip is not None:  # torch uses this name for AMD's GPUs, too
         return "rocm"
     if kind not in BACKENDS:
         raise ConfigError(f"the KV cache is on a device of type {kind!r}; possible are {', '.join(BACKENDS)}")

@@ -30,7 +30,8 @@ class Blocks:
     """Blocks of the device, of all KV cache groups, consecutive in their request within each group.
 
     Chunks of ``blocks_per_chunk`` blocks are aligned to the start of the request. The first chunk of a group
-    starts ``first_indices[g] % blocks_per_chunk`` blocks late, and the last can end early.
+    lacks its first ``first_indices[g] % blocks_per_chunk`` blocks, and the last chunk may lack blocks at its
+    end.
     """
 
     ids: _Integers  # rows of the tensors, group after group; shape (blocks,)
@@ -66,15 +67,16 @@ class Blocks:
         """Return the blocks of the chunks that may be stored, and for each chunk whether it may.
 
         ``chunks`` are the chunks of each group; groups at the end may be left out if they have none. An
-        engine leaves out blocks that a window has lost, and tells the index of a group's first block only.
-        If that index explains all missing blocks, the first chunk lacks them; else all chunks may.
+        engine omits blocks that a window has lost, and passes only the index of a group's first block. If
+        that index explains all missing blocks, the first chunk lacks them; else all chunks may.
         """
         parts, firsts, whole, start = [self.ids[:0]], [], [], 0
         counts = [*chunks, *[0] * len(self.group_sizes)]
         groups = enumerate(zip(self.group_sizes, self.first_indices, counts, strict=False))
         for group, (size, first, count) in groups:
             is_explained = count * blocks_per_chunk - size == first % blocks_per_chunk
-            cut = 0 if group in state_groups else -first % blocks_per_chunk  # a chunk's that lacks its front
+            # blocks of a chunk that lacks its front
+            cut = 0 if group in state_groups else -first % blocks_per_chunk
             parts.append(self.ids[start + (cut if is_explained else size) : start + size])
             firsts.append(first + cut)
             whole += [is_explained and not cut, *[is_explained] * count][:count]
@@ -82,7 +84,7 @@ class Blocks:
         return Blocks(np.concatenate(parts), tuple(map(len, parts[1:])), tuple(firsts)), whole
 
     def slots_needed(self, blocks_per_chunk: int) -> tuple[int, ...]:
-        """Return how many slots each group takes. A group without blocks takes none."""
+        """Return how many slots each group needs. A group without blocks needs none."""
         return tuple(
             -(-(size + first % blocks_per_chunk) // blocks_per_chunk) if size else 0
             for size, first in zip(self.group_sizes, self.first_indices, strict=True)
@@ -114,8 +116,8 @@ class PieceRun:
 class PageMapping:
     """The place of one worker's page in the canonical page, which is the page of a single worker.
 
-    Workers that hold the same bytes take turns: worker ``writer`` of ``writers`` writes every ``writers``-th
-    canonical page, counted through all slots.
+    Workers that hold the same bytes share the writes: worker ``writer`` of ``writers`` writes every
+    ``writers``-th canonical page, counted through all slots.
 
     Attributes:
         canonical_bytes: size of the canonical page.
@@ -201,11 +203,11 @@ class KVCaches:
     """The engine's KV cache as tensors of pages.
 
     Attributes:
-        tensors: int8, each of shape (num_blocks, page_bytes); a row's bytes are contiguous, rows
-            can be further apart than ``page_bytes``.
+        tensors: int8, each of shape (num_blocks, page_bytes); a row's bytes are contiguous, rows can be
+            further apart than ``page_bytes``.
         groups: for each KV cache group, the tensors that its blocks have pages in.
-        state_groups: groups of recurrent states. Loads read the last block of their chunks alone, so that a
-            chunk may be stored without its first blocks.
+        state_groups: groups of recurrent states. Loads read only the last block of their chunks, so a chunk
+            may be stored without its first blocks.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -263,22 +265,23 @@ class Finished:
 
     transfer_id: int
     nbytes: int  # its pages' bytes
-    seconds: float  # duration of the copy, without the wait for its turn
-    error: BaseException | None = None  # why it failed for good
-    attempt: Attempt | None = Attempt.FIRST  # the last one; None if none was made, as on a lost device
+    seconds: float  # duration of the copy, without time in the queue
+    error: BaseException | None = None  # error of the last attempt
+    # The last way tried; None if none was tried, as on a lost device.
+    attempt: Attempt | None = Attempt.FIRST
 
 
 @dataclass(frozen=True, slots=True)
 class Pinning:
-    """How much of the primary tier is pinned, so that the device accesses it directly."""
+    """The amount of the primary tier that is pinned, so that the device accesses it directly."""
 
     nbytes: int = 0
-    failed: bool = False  # no more can be pinned: copies to and from the rest are slower
+    failed: bool = False  # No more memory can be pinned, so copies of the remaining slots are slower.
 
 
 @dataclass(frozen=True, slots=True)
 class Audits:
-    """How many chunks were audited so far."""
+    """Counts of the chunks audited so far."""
 
     chunks: int = 0
     failed: int = 0  # audits that found wrong bytes

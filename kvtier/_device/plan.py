@@ -1,4 +1,4 @@
-"""Turns blocks and slots into a list of copies, with neighbours joined. No Python code runs per page."""
+"""Turns blocks and slots into a list of copies, with adjacent ones merged. No Python code runs per page."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class CopyPlanner:
         return CopyPlan(device, host, sizes, self._memory_of(slots))
 
     def load(self, slots: Sequence[int], blocks: Blocks) -> CopyPlan:
-        """Plan the copies from ``slots`` to ``blocks``, of all pages. Errors as in ``store``."""
+        """Plan the copies from ``slots`` to ``blocks``, of all pages. Raises the errors of ``store``."""
         device, host, sizes = self._pairs(blocks, slots, to_write=False)
         return CopyPlan(host, device, sizes, self._memory_of(slots))
 
@@ -151,7 +151,7 @@ class _Group:
     def pairs(self, ids: _Integers, slots: _Integers, first: int, to_write: bool) -> list[_Pairs]:
         per_chunk = self._blocks_per_chunk
         _require_within(ids, self._num_blocks, "block")
-        places = np.arange(first % per_chunk, first % per_chunk + len(ids))  # in the row of the slots' blocks
+        places = np.arange(first % per_chunk, first % per_chunk + len(ids))  # row index of the slots' blocks
         chunk, block = np.divmod(places, per_chunk)
         places = slots[chunk] * per_chunk + block
         return [pages.pairs(ids, places, to_write) for pages in self._pages]
@@ -160,9 +160,9 @@ class _Group:
 class _Pages:
     """Pages that are copied alike, as arrays with one number for each piece of a page in a tensor.
 
-    Pages in several pieces are copied block after block, others tensor after tensor: the pieces of a page lie
-    close together, and small copies that jump through memory cost a multiple. Neighbours are joined up to a
-    multiple of ``joined_blocks`` places; 1 if the pages of neighbours have bytes between them.
+    Pages in several pieces are copied block by block, others tensor by tensor. The pieces of a page are close
+    together, and small copies that jump through memory are several times slower. Neighbours are joined up to
+    a multiple of ``joined_blocks`` places; 1 if the pages of neighbours have bytes between them.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class _Pages:
         self._device_stride = of_pieces(tensor.stride(0) for tensor in tensors)
         self._host_base = of_pieces(address + layout.tensor_offsets[ref.tensor] for ref in refs) + in_slot
         self._host_stride = of_pieces(layout.page_bytes[ref.tensor] for ref in refs)
-        # Pages in several pieces block after block: see above.
+        # Copy pages in several pieces block by block: see above.
         self._pieces, self._blocks = (_ACROSS, _DOWN) if max(counts) > 1 else (_DOWN, _ACROSS)
         self._chunk_bytes = layout.chunk_bytes
         self._blocks_per_chunk = layout.blocks_per_chunk
@@ -191,9 +191,9 @@ class _Pages:
         self._writer = of_pieces(0 if mapping is None else mapping.writer for mapping in mappings)
 
     def pairs(self, ids: _Integers, places: _Integers, to_write: bool) -> _Pairs:
-        """Return the addresses and sizes of the pages of blocks; to write, only of this worker's own."""
+        """Return the addresses and sizes of the pages of blocks; for a store, only those to write."""
         lengths = np.ones_like(ids)
-        takes_turns = to_write and self._is_shared  # neighbours have different writers
+        takes_turns = to_write and self._is_shared  # adjacent pages have different writers
         if self._joined_blocks > 1 and len(ids) and not takes_turns:
             starts = self._run_starts(ids, places)
             lengths = np.diff(starts, append=len(ids))
@@ -212,7 +212,7 @@ class _Pages:
         return device.ravel().view(np.uint64), host.ravel().view(np.uint64), sizes.ravel().view(np.uint64)
 
     def _run_starts(self, ids: _Integers, places: _Integers) -> _Integers:
-        """Return the starts of runs of blocks that are neighbours in the tensors and in the slots."""
+        """Return the starts of runs of blocks that are adjacent in the tensors and in the slots."""
         breaks = np.empty(len(ids), dtype=np.bool_)
         breaks[0] = True
         np.logical_or(ids[1:] - ids[:-1] != 1, places[1:] - places[:-1] != 1, out=breaks[1:])
@@ -221,7 +221,7 @@ class _Pages:
 
 
 def _distinct(refs: Sequence[PageRef]) -> list[PageRef]:
-    """Return one reference for each tensor: one that a group names twice is copied once."""
+    """Return one reference per tensor, because a tensor that a group names twice is copied once."""
     used: dict[int, PageRef] = {}
     for ref in refs:
         other = used.setdefault(ref.tensor, ref)
@@ -239,13 +239,13 @@ def _pieces(ref: PageRef) -> _Integers:
 
 
 def _is_dense(caches: KVCaches, ref: PageRef, layout: SlotLayout) -> bool:
-    """Return whether blocks that follow each other have adjacent bytes, in the tensor and in a slot."""
+    """Return whether consecutive blocks have adjacent bytes, both in the tensor and in a slot."""
     whole = ref.page_bytes == layout.page_bytes[ref.tensor] == caches.tensors[ref.tensor].stride(0)
     return whole and len(_pieces(ref)) == 1
 
 
 def _is_shared(ref: PageRef) -> bool:
-    """Return whether several workers have the page, and take turns to write it."""
+    """Return whether several workers hold the page and share the writes to it."""
     return ref.mapping is not None and ref.mapping.writers > 1
 
 

@@ -25,15 +25,16 @@ class Channel:
     """
 
     def __init__(self, sock: socket.socket, on_full: Callable[[], object]) -> None:
-        self.is_full = False  # whether frames wait for the socket to take more
-        self.lacks_memory = False  # and polls do not tell when it will: try again after ``RETRY_S``
-        self.is_closed = False  # whether all was received, and the other process is gone
+        self.is_full = False  # whether frames wait until the socket accepts more
+        # Polls do not report when the socket accepts more, so try again after ``RETRY_S``.
+        self.lacks_memory = False
+        self.is_closed = False  # whether all data was received and the other process is gone
         self._received = Frames()
         self._sock = sock
         self._on_full = on_full
         self._frames: deque[bytes] = deque()
         self._rest = memoryview(b"")
-        # Never waited for: a thread that does not get it leaves its frame to the thread that has it.
+        # Threads never wait for this lock. A thread that does not get it leaves its frame to the owner.
         self._sending = threading.Lock()
 
     def __len__(self) -> int:
@@ -55,7 +56,7 @@ class Channel:
             yield from self._received.feed(data)
 
     def add(self, frame: bytes) -> None:
-        """Send a frame, now or as soon as it can be."""
+        """Send a frame at once, or as soon as the socket accepts it."""
         self._frames.append(frame)
         self.flush()
 
@@ -72,12 +73,12 @@ class Channel:
                 return
 
     def close(self) -> None:
-        """Close the socket, but not while it sends: its number could be another socket's before that."""
+        """Close the socket, but not during a send: its descriptor could be reused before the send."""
         with self._sending:
             self._sock.close()
 
     def _send(self) -> bool:
-        """Send what there is; return whether the socket has taken it all."""
+        """Send the waiting frames; return whether the socket accepted them all."""
         while self._rest or self._frames:
             if not self._rest:
                 count = min(len(self._frames), _AT_ONCE)
@@ -88,7 +89,7 @@ class Channel:
                 self.lacks_memory = error.errno in _NO_MEMORY
                 if self.lacks_memory or error.errno == errno.EAGAIN:
                     return False
-                # The other process is gone, which its owner notices by other means.
+                # The other process is gone, which its owner notices in another way.
                 self._rest = memoryview(b"")
                 self._frames.clear()
                 return True

@@ -42,7 +42,7 @@ logger = GuardedLogger("kvtier.executor")
 
 _MOST_FRAMES = 1000
 _PR_SET_PDEATHSIG = 1
-_OOM_SCORE = 500  # more than the engine's: where memory runs out the engine goes last
+_OOM_SCORE = 500  # Higher than the engine's: if memory runs out, the kernel should kill the engine last.
 _LAST_FLUSH_S = 1.0
 _STACK_BYTES = 2**20
 _PTHREAD_ATTR_BYTES = 256  # more than any C library needs
@@ -58,7 +58,7 @@ class _ForwardHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             line = wire.log_line(record.levelno, record.name, self.format(record))
-            if len(self._channel) < _MOST_FRAMES:  # else the engine is stopped and reads none
+            if len(self._channel) < _MOST_FRAMES:  # Otherwise the engine is stopped and reads no lines.
                 self._channel.add(wire.pack([line]))
         except Exception:
             self.handleError(record)
@@ -99,7 +99,7 @@ class TierServer:
         self._flush()
 
     def flush_blocking(self) -> None:
-        """Send what is left, once the loop has ended."""
+        """Send the remaining messages after the loop has ended."""
         poll = select.poll()
         poll.register(self._sock, select.POLLOUT)
         while self.channel.is_full and poll.poll(1000 * _LAST_FLUSH_S):
@@ -113,7 +113,7 @@ class TierServer:
             for frame in self.channel.receive():
                 self._carry_out(wire.unpack(wire.ORDERS, frame), executor)
             if self.channel.is_closed:
-                os._exit(0)  # the engine is gone: its slots may be another's at any moment
+                os._exit(0)  # The engine is gone, so its slots may belong to another engine at any moment.
         except Exception:
             logger.exception("tier process exits: the engine sent an invalid message")
             os._exit(1)
@@ -140,7 +140,7 @@ class TierServer:
         self._report(event)
 
     def _report(self, report: Report) -> None:
-        """Send a message at the end of this turn of the loop, in one frame with others."""
+        """Send a message at the end of this turn of the loop, in a frame with other messages."""
         if not self._reports and self._loop is not None:
             self._loop.call_soon(self._flush)
         self._reports.append(report)
@@ -150,7 +150,7 @@ class TierServer:
             reports, self._reports = self._reports, []
             try:
                 frame = wire.pack([*self._changed_activities(), *reports])
-            except Exception:  # the engine would wait for ever for the events in it
+            except Exception:  # Otherwise the engine would wait for ever for the events in the message.
                 logger.exception("tier process exits: a message for the engine cannot be sent")
                 os._exit(1)
             self.channel.add(frame)
@@ -161,7 +161,7 @@ class TierServer:
         return [activity for activity in now if activity not in before]
 
     def _wait_for_room(self) -> None:
-        if self._loop is not None:  # called by any thread
+        if self._loop is not None:  # any thread may call this
             call_soon(self._loop, partial(self._loop.add_writer, self._sock, self._send_more))
 
     def _send_more(self) -> None:
@@ -178,7 +178,8 @@ def main(arguments: list[str]) -> int:
     _serve_the_engine_first()
     sock, memory_fd = socket.socket(fileno=int(arguments[0])), int(arguments[1])
     for fd in (sock.fileno(), memory_fd):
-        os.set_inheritable(fd, False)  # not for processes that a tier starts
+        # Reset the flag, so that processes started by a tier do not inherit the descriptors.
+        os.set_inheritable(fd, False)
     keep_fd_from_children(sock.fileno())
     hello = wire.unpack(wire.HELLO, _first_frame(sock))
     sock.setblocking(False)
@@ -199,9 +200,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _serve_the_engine_first() -> None:
-    """Have the kernel prefer the engine, and kill this process when the thread that has started it ends.
+    """Let the kernel prefer the engine, and kill this process when the thread that started it ends.
 
-    If that thread has ended before this call, the socket tells.
+    If that thread ended before this call, the socket reports it.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -209,12 +210,12 @@ def _serve_the_engine_first() -> None:
     with suppress(OSError, ValueError):
         score = Path("/proc/self/oom_score_adj")
         score.write_text(str(min(1000, int(score.read_text()) + _OOM_SCORE)))
-    with suppress(OSError):  # its wake-ups do not interrupt the engine's threads, for a millisecond each
+    with suppress(OSError):  # Its wake-ups then do not interrupt the engine's threads for a millisecond each.
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _first_frame(sock: socket.socket) -> bytes:
-    """Read exactly the engine's first frame. Exit if there is none, because the engine is gone."""
+    """Return exactly the engine's first frame. Exit if there is none, because the engine is gone."""
     head = sock.recv(wire.LENGTH_BYTES, socket.MSG_WAITALL)
     frame = sock.recv(wire.length_of(head), socket.MSG_WAITALL) if head else b""
     if not frame:
@@ -227,18 +228,18 @@ def _limit_resources(hello: Hello) -> None:
     with suppress(OSError):
         os.sched_setaffinity(0, hello.cpus)
     if hello.memory_limit_bytes is not None:
-        # Private memory only: the engine's slots, which are shared, do not count. Stacks do, in full.
+        # The limit covers private memory, not the engine's shared slots. Stacks count in full.
         _shrink_stacks()
         resource.setrlimit(resource.RLIMIT_DATA, (hello.memory_limit_bytes, hello.memory_limit_bytes))
 
 
 def _shrink_stacks() -> None:
-    """Give later threads small stacks, in C libraries too: few stacks of 8 MiB would fit."""
+    """Give later threads small stacks, also in C libraries, because few stacks of 8 MiB would fit."""
     libc = ctypes.CDLL(None)
     attributes = ctypes.create_string_buffer(_PTHREAD_ATTR_BYTES)
     libc.pthread_attr_init(attributes)
     libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(_STACK_BYTES))
-    with suppress(AttributeError):  # other C libraries have small ones anyway
+    with suppress(AttributeError):  # other C libraries use small stacks anyway
         libc.pthread_setattr_default_np(attributes)
 
 

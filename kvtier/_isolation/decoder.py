@@ -1,4 +1,4 @@
-"""Messages of the tier process become events for the core, once they were checked."""
+"""Checks messages of the tier process, and turns them into events for the core."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _OURS = "kvtier"
 
 
 class MessageDecoder:
-    """Decodes and checks the messages of one tier process after the other.
+    """Decodes and checks the messages of successive tier processes.
 
-    The core relies on its events, in the engine's thread, and a tier's bug can do anything to the memory of
-    its process. So messages from there are checked like messages from a network.
+    The core trusts its events and runs in the engine's thread, but a bug in a tier can corrupt the memory of
+    the tier process. So its messages are checked like messages from a network.
     """
 
     def __init__(self, tiers: Sequence[NamedTier]) -> None:
         self.events = EventQueue()
-        # The last known one of each tier, in the core's order.
+        # last known state of each tier, in the core's order
         self.activity = tuple(TierActivity(named.tier.config.max_concurrency) for named in tiers)
         self._up: set[int] = set()
         self._reasons = [frozenset(reasons.TRANSFER).union(named.tier.reasons) for named in tiers]
 
     @property
     def are_all_up(self) -> bool:
-        """Whether each tier is up, as the process has told it so far."""
+        """Whether each tier is up, as last reported by the process."""
         return len(self._up) == len(self.activity)
 
     def decode(self, frame: bytes, link: Link, *, is_last: bool = False) -> bool:
@@ -51,13 +51,14 @@ class MessageDecoder:
             elif isinstance(report, wire.LogLine):
                 _log(report)
             else:
-                # Or a long silence that ends with this would be judged by the shorter limit that now holds.
+                # Otherwise a long silence that ends with this message would be judged by the new, shorter
+                # limit.
                 is_alive = is_alive or isinstance(report, TierUp)
                 self._update_tier(report, is_last=is_last)
         return is_alive
 
     def clear_activity(self) -> None:
-        """Note that the process has ended: no tier is up, and nothing is in flight any more."""
+        """Record the end of the process: no tier is up, and nothing is in flight any more."""
         self._up.clear()
         for activity in self.activity:
             activity.usage = None
@@ -87,7 +88,7 @@ class MessageDecoder:
 
 
 def _require_answer(event: PutEnded | GetEnded, command: Put | Get, known: frozenset[str]) -> None:
-    """Raise WireError unless an event can be the end of the command with its id."""
+    """Raise WireError if an event cannot be the end of the command with its id."""
     if isinstance(event, PutEnded):
         answers = isinstance(command, Put) and len(event.kept) == len(command.keys)
     else:

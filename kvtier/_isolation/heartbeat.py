@@ -19,12 +19,13 @@ class SupervisorTimes:
     heartbeat_s: float = 1.0  # from one ping to the next
     silent_timeout_s: float = 5.0
     start_timeout_s: float = 60.0
-    first_pause_s: float = 0.5  # from its end to the next start; pauses grow while processes end soon
+    # Time from the end of a process to the next start. Pauses grow while processes end soon.
+    first_pause_s: float = 0.5
     longest_pause_s: float = 30.0
 
 
 class Heartbeat:
-    """Pings a process, and measures for how long it has not answered.
+    """Pings a process, and measures how long it has not answered.
 
     One check adds two intervals at most to the silence, so a pause of the engine itself hardly counts. The
     caller reads what the process has sent before it checks. ``is_steady`` returns whether each tier is up.
@@ -53,7 +54,7 @@ class Heartbeat:
         return self._times.silent_timeout_s if is_strict else self._times.start_timeout_s
 
     def check_silence(self) -> bool:
-        """Ping if it is time to; return whether the process has been silent for too long."""
+        """Ping if a ping is due; return whether the process has been silent for too long."""
         if self.wait_s > 0:
             return False
         now_s = time.monotonic()

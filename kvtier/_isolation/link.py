@@ -1,4 +1,4 @@
-"""One tier process, as the engine sees it: its socket, its commands in flight, and its end."""
+"""The engine's side of one tier process: its socket, its commands in flight, and its end."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ class Link:
     """
 
     def __init__(self, memory_fd: int, hello: Hello, on_full: Callable[[], object]) -> None:
-        self.in_flight: dict[int, Put | Get] = {}  # commands that it has not answered, by id
+        self.in_flight: dict[int, Put | Get] = {}  # unanswered commands, by id
         self.epochs = tuple(hello.epochs)  # the last reset sent to it, for each tier
-        self.is_over = False  # it is gone, its commands are answered; a later one gets no answer
+        # The process is gone, and its commands are answered. Later commands get no answer.
+        self.is_over = False
         self._sock, theirs = socket.socketpair()
         with theirs:
             try:
@@ -41,7 +42,7 @@ class Link:
                 self._sock.close()
                 raise
         self._sock.setblocking(False)
-        keep_fd_from_children(self._sock.fileno())  # or the process would not notice the engine's end
+        keep_fd_from_children(self._sock.fileno())  # Otherwise the process would not notice the engine's end.
         self.pid = self._process.pid  # and its group's
         self._end = select.poll()
         self._end.register(self._pidfd, select.POLLIN)
@@ -60,18 +61,19 @@ class Link:
         poll.poll(1000 * (min(wait_s, RETRY_S) if lacks_memory else wait_s))
 
     def is_gone(self, wait_s: float = 0.0) -> bool:
-        """Return whether every thread of it has ended, so that it does not write to slots any more."""
+        """Return whether every thread of the process has ended, so that it no longer writes to slots."""
         return bool(self._end.poll(1000 * wait_s))
 
     def kill(self) -> None:
         """Kill its process group. Called before it is reaped."""
-        with suppress(ChildProcessError):  # reaped by others: the id may be another process's by now
+        # Another thread reaped the process, so its id may belong to another process by now.
+        with suppress(ChildProcessError):
             os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     def reap(self) -> int:
-        """Release a process that is gone; return its exit status, as ``subprocess`` does."""
+        """Release an ended process; return its exit status in the form of ``subprocess``."""
         code = self._process.wait()
         self.channel.close()
         os.close(self._pidfd)
@@ -79,7 +81,7 @@ class Link:
 
 
 def _watch(process: subprocess.Popen[bytes]) -> int:
-    """Return a pidfd of the process; end the process where there is none to be had."""
+    """Return a pidfd of the process. If there is none, end the process."""
     try:
         return os.pidfd_open(process.pid)
     except BaseException:
@@ -91,7 +93,8 @@ def _watch(process: subprocess.Popen[bytes]) -> int:
 def _start(theirs: socket.socket, memory_fd: int) -> subprocess.Popen[bytes]:
     if not sys.executable:
         raise OSError("sys.executable is empty: no interpreter can be started")
-    # The same path, so that tiers are found. Settings do not go this way: other users can see it.
+    # Pass the same path, so that tiers are found. Settings are not passed this way, because other users can
+    # see it.
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
     return subprocess.Popen(
         [sys.executable, "-P", "-m", _PROGRAM, str(theirs.fileno()), str(memory_fd)],
@@ -105,8 +108,8 @@ def _start(theirs: socket.socket, memory_fd: int) -> subprocess.Popen[bytes]:
 def engine_cpus() -> set[int]:
     """Return the CPUs that any thread of the engine may run on.
 
-    Engines bind their threads, perhaps also the one that starts the process: the tiers must not compete for
-    the CPU of a thread that computes. A limit on the whole engine is respected.
+    Engines bind their threads, perhaps including the one that starts the process, and the tiers must not
+    compete for the CPU of a computing thread. A limit on the whole engine is respected.
     """
     cpus = os.sched_getaffinity(0)
     for task in os.listdir("/proc/self/task"):

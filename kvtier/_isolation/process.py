@@ -1,7 +1,7 @@
-"""The executor in a tier process, seen from the engine.
+"""The engine's side of an executor in a tier process.
 
-A thread of the engine, the supervisor, starts the process, reads its messages, and starts another one when
-it has ended. A slot that was given to the process is free again only when the process is gone for certain.
+A thread of the engine, the supervisor, starts the process, reads its messages, and starts another one when it
+has ended. A slot that the process uses becomes free only when the process has certainly ended.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _OWN_FAULTS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """Why a process has ended, or is to be killed: a word of ``reasons.PROCESS_ENDED``, and details."""
+    """The reason why a process ended or must be killed: a word of ``reasons.PROCESS_ENDED``, and details."""
 
     reason: str
     text: str
@@ -68,8 +68,8 @@ class ExecutorProcess:
         region: the memory of the slots. StateError if it is an anonymous one.
         slot_checksums: checksums of audited slots, in the region's metadata; None if chunks are not audited.
         memory_limit_bytes: limit of the process's own memory; None for no limit.
-        notify: called, by any thread, when there are new events. If it raises, it is called again with the
-            next heartbeat.
+        notify: called by any thread when there are new events. If it raises, it is called again with the next
+            heartbeat.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class ExecutorProcess:
         times: SupervisorTimes | None = None,
         notify: Callable[[], object] = lambda: None,
     ) -> None:
-        region.fileno()  # raises where there is none
+        region.fileno()  # raises if there is none
         self._slot_checksums = slot_checksums
         self._decoder = MessageDecoder(tiers)
-        self.events = self._decoder.events  # to be taken from the left
+        self.events = self._decoder.events  # events, which the owner takes from the left
         self.activity = self._decoder.activity
         self._settings = [TierSettings.of(named) for named in tiers]
         self._identity = identity
@@ -101,7 +101,7 @@ class ExecutorProcess:
         self._link: Link | None = None
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._close_wakeup = weakref.finalize(self, os.close, self._wakeup)
-        self._close_wakeup.atexit = False  # the supervisor may wait for it still
+        self._close_wakeup.atexit = False  # the supervisor may still wait for it
         self._closing = threading.Event()
         self._drain_by_s = self._leave_by_s = self._end_by_s = inf
         self._thread = threading.Thread(target=self._run, name="kvtier-supervisor", daemon=True)
@@ -117,8 +117,9 @@ class ExecutorProcess:
     def start(self) -> None:
         """Start the process, which then opens the tiers; a tier that fails to open is retried there.
 
-        The engine's start goes on meanwhile: commands wait in the socket until the process reads them. A
-        process that ends is started again, the first one too. IsolationError if none can be started here.
+        The engine's start continues meanwhile, because commands wait in the socket until the process reads
+        them. A process that ends is restarted, including the first one. IsolationError if none can be started
+        here.
         """
         self._thread.start()
         try:
@@ -130,9 +131,10 @@ class ExecutorProcess:
             ) from error
 
     def submit(self, commands: Sequence[Command]) -> None:
-        """Start commands. Raises nothing: where there is no process they fail at once."""
+        """Start commands. Raises nothing. If there is no process, the commands fail at once."""
         before, self._epochs = self._epochs, _after(self._epochs, commands)
-        link = self._link  # only now: a process that is started from here on gets these resets with its start
+        # Only now, because a process started from here on receives these resets at its start.
+        link = self._link
         if link is None:
             self._refuse(commands)
             return
@@ -143,14 +145,14 @@ class ExecutorProcess:
                 link.in_flight[command.id] = command
         if missed or commands:
             link.channel.add(wire.pack((*missed, *commands)))
-        if link.is_over:  # it has ended meanwhile, and the supervisor may have missed these
+        # The process has ended meanwhile, and the supervisor may have missed these commands.
+        if link.is_over:
             self._fail_pending(link, "process")
 
     def close(self, drain_s: float, close_s: float = CLOSE_S) -> bool:
         """Drain for at most ``drain_s`` seconds, and end the process within ``close_s`` more.
 
-        Returns whether it ended. If not, the kernel still holds it, and it may still touch slots: the memory
-        must stay mapped.
+        Returns whether it ended. If it did not, it may still touch slots, so the memory must stay mapped.
         """
         if self._thread.is_alive():
             self.submit(())  # resets that it may have missed
@@ -173,12 +175,15 @@ class ExecutorProcess:
         self._notify_owner()
 
     def _notify_owner(self) -> None:
-        """Call ``notify``. Raises nothing: neither the owner's ``submit`` nor an end may stop half-way."""
+        """Call ``notify``.
+
+        Raises nothing, because neither ``submit`` nor the end of a process may be interrupted.
+        """
         try:
             self._notify()
         except Exception:
             was_due, self._is_notice_due = self._is_notice_due, True
-            if not was_due:  # once for as long as it fails
+            if not was_due:  # logged once, as long as it fails
                 logger.exception("the callback for new events failed; retrying")
         else:
             self._is_notice_due = False
@@ -187,7 +192,8 @@ class ExecutorProcess:
 
     def _run(self) -> None:
         try:
-            self._link = self._new_link()  # by this thread: the kernel ends the process with it
+            # This thread starts the process, because the kernel ends the process with it.
+            self._link = self._new_link()
         except BaseException as error:
             self._closing.set()
             self._is_started.set_exception(error)
@@ -278,9 +284,9 @@ class ExecutorProcess:
         return _End("not_started", f"it was not ready within {heartbeat.limit_s:g} s")
 
     def _finish(self, link: Link, end: _End | None) -> None:
-        """Kill a process; when it is gone fail what is still in flight there.
+        """Kill a process; after its end, fail its commands in flight.
 
-        Nothing in here may raise: the next process starts after it, in slots that are free by then.
+        This must not raise: the next process starts afterwards, in slots that must be free by then.
         """
         is_shutdown = self._closing.is_set()
         self._link = None
@@ -288,7 +294,7 @@ class ExecutorProcess:
         if end is not None and not is_shutdown:
             self._report_end(end, link.pid)
         if not self._wait_for_end(link):
-            self._link = link  # it may still touch its slots: they stay reserved
+            self._link = link  # The process may still touch its slots, so they stay reserved.
             return
         if end is None or end.reason != "garbled":
             self._receive_rest(link)
@@ -300,7 +306,7 @@ class ExecutorProcess:
         self._fail_pending(link, "cancelled" if is_shutdown else "process")
 
     def _wait_for_end(self, link: Link) -> bool:
-        """Wait until a killed process is gone, however long that takes; at a shutdown until its deadline."""
+        """Wait until a killed process is gone, without a limit; during a shutdown only until its deadline."""
         warn_s = time.monotonic() + _WARN_S
         while not link.is_gone(_LOOK_S):
             now_s = time.monotonic()
@@ -317,15 +323,15 @@ class ExecutorProcess:
         return True
 
     def _receive_rest(self, link: Link) -> None:
-        """Read what a process sent before its end: those transfers did end, and their slots are free."""
+        """Read the messages sent before a process ended. Those transfers ended, and their slots are free."""
         try:
             for frame in link.channel.receive(inf):
                 self._decoder.decode(frame, link, is_last=True)
-        except Exception as error:  # its transfers fail with the others
+        except Exception as error:  # Its transfers fail with the others.
             logger.warning("tier process %d: its last messages are malformed: %s", link.pid, error)
 
     def _report_end(self, end: _End, pid: int | None = None) -> None:
-        """Report an end before it is waited for: from here on the tiers are given nothing."""
+        """Report the end of a process before waiting for it. From now on the tiers get no commands."""
         logger.error("tier process%s ended: %s; restarting", "" if pid is None else f" {pid}", end.text)
         self.events.append(ProcessEnded(end.reason))
         for tier in range(len(self.activity)):
@@ -333,7 +339,7 @@ class ExecutorProcess:
         self._notify_owner()
 
     def _fail_pending(self, link: Link, reason: str) -> None:
-        """Fail what is in flight in a process that is gone. Supervisor and owner may do so at once."""
+        """Fail the commands in flight of an ended process. Supervisor and owner may do so concurrently."""
         for transfer in list(link.in_flight):
             command = link.in_flight.pop(transfer, None)
             if command is not None:
@@ -346,7 +352,7 @@ AnyExecutor = ExecutorThread | ExecutorProcess
 
 
 def _after(epochs: tuple[int, ...], commands: Sequence[Command]) -> tuple[int, ...]:
-    """Return the tiers' epochs after these commands: the same object where there is no reset among them."""
+    """Return the tiers' epochs after these commands. Without a reset, it is the same object."""
     changed = {command.tier: command.epoch for command in commands if isinstance(command, Reset)}
     return tuple(changed.get(tier, epoch) for tier, epoch in enumerate(epochs)) if changed else epochs
 

@@ -49,11 +49,11 @@ class RemoteExecutor:
             call_soon(self._loop, self._take)
 
     def _take(self) -> None:
-        self._is_woken = False  # first: later events wake the loop again
+        self._is_woken = False  # First, because later events must wake the loop again.
         events = self._process.events
         try:
             while events:
                 self._post(events.popleft())
         finally:
-            if events:  # posting one failed: no other wake-up would come for the rest
+            if events:  # If posting one failed, no other wake-up would come for the rest.
                 self._wake()

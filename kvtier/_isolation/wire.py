@@ -157,7 +157,7 @@ HELLO = Decoder(Hello)
 
 
 def plain(value: object) -> Any:
-    """Return a value as the other side decodes it: of mappings, lists, text, numbers and bytes.
+    """Return a value as the other side decodes it: mappings, lists, text, numbers and bytes.
 
     Raises NotImplementedError, OverflowError or TypeError if it cannot be sent.
     """
@@ -171,12 +171,12 @@ def activity_of(tier: int, activity: TierActivity) -> Activity:
 
 
 def log_line(level: int, logger: str, text: str) -> LogLine:
-    """Return a message with a line for the log, cut to the length that can be sent."""
+    """Return a message with a log line, truncated to the length that can be sent."""
     return LogLine(min(100, max(0, level)), sendable(logger)[:256], sendable(text))
 
 
 def sendable(text: str) -> str:
-    """Return a text as it can be sent: cut, and without the lone surrogates of names that are not UTF-8."""
+    """Return a text that can be sent: truncated, and without lone surrogates of names that are not UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()[:MAX_TEXT]
 
 
@@ -186,7 +186,7 @@ def pack(messages: Iterable[Order | Report] | Hello) -> bytes:
 
 
 def unpack(decoder: Decoder[T], frame: bytes) -> T:
-    """Decode a frame with ``ORDERS``, ``REPORTS`` or ``HELLO``. Raises WireError where it is malformed."""
+    """Decode a frame with ``ORDERS``, ``REPORTS`` or ``HELLO``. Raises WireError if it is malformed."""
     try:
         return decoder.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -194,7 +194,7 @@ def unpack(decoder: Decoder[T], frame: bytes) -> T:
 
 
 def length_of(head: bytes | bytearray) -> int:
-    """Return the length of the frame that follows ``head``; raise WireError above ``MAX_FRAME_BYTES``."""
+    """Return the length of the frame after ``head``; raise WireError above ``MAX_FRAME_BYTES``."""
     length = int.from_bytes(head, "little")
     if length > MAX_FRAME_BYTES:
         raise WireError(f"a frame has {length} bytes; {MAX_FRAME_BYTES} are possible")
@@ -208,7 +208,7 @@ class Frames:
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Add data; yield the frames that are complete. Raises WireError for one that would be too long."""
+        """Add data; yield the complete frames. Raises WireError for a frame that would be too long."""
         rest = self._rest
         rest += data
         start = 0

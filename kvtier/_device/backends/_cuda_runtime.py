@@ -53,14 +53,14 @@ class PageKernel(Protocol):
         """Return whether to use it for these copies, whose host memory is pinned."""
 
     def copy(self, plan: CopyPlan, stream: Any, around: native.Around) -> None:
-        """Give the copies of a plan to a stream of torch's, without events."""
+        """Enqueue the copies of a plan on a torch stream, without events."""
 
 
 _TORCH_LIBRARIES = Path(torch.__file__).with_name("lib")
 
 
 def find_library(name: str, folder: Path = _TORCH_LIBRARIES) -> str:
-    """Return the path of torch's library ``name``, through which the functions of its runtime are found.
+    """Return the path of torch's library ``name``, through which its runtime's functions are found.
 
     A process can hold several copies of CUDA's runtime: torchvision brings one. A handle of torch's library
     finds the functions of the copy that torch itself calls. ConfigError if torch has no such library.
@@ -76,9 +76,9 @@ def find_library(name: str, folder: Path = _TORCH_LIBRARIES) -> str:
 class RuntimeLibrary:
     """Functions of a runtime library that torch does not offer; their names start with ``prefix``.
 
-    ``path`` is the library's, or of one that is linked to it; ``prefix`` is ``cuda`` or ``hip``. ConfigError
-    if the functions are missing: torch was linked statically. A failed call raises TransferError, or
-    DeviceLostError if the device is unusable from then on.
+    ``path`` is the path of the library, or of a library linked to it; ``prefix`` is ``cuda`` or ``hip``.
+    ConfigError if the functions are missing: torch was linked statically. A failed call raises TransferError,
+    or DeviceLostError if the device is unusable from then on.
     """
 
     def __init__(self, path: str, prefix: str = "cuda") -> None:
@@ -97,7 +97,7 @@ class RuntimeLibrary:
         self._function("EventSynchronize").argtypes = [pointer]
         self._function("EventRecord").argtypes = [pointer, pointer]
         self._function("StreamWaitEvent").argtypes = [pointer, pointer, ctypes.c_uint]
-        holding = ctypes.PyDLL(path)  # for functions that never wait: the thread keeps the interpreter lock
+        holding = ctypes.PyDLL(path)  # For functions that never wait. The thread keeps the interpreter lock.
         self._elapsed_time = getattr(holding, f"{prefix}EventElapsedTime")
         self._elapsed_time.argtypes = [pointer, pointer, pointer]
         self._event_query = getattr(holding, f"{prefix}EventQuery")
@@ -114,7 +114,7 @@ class RuntimeLibrary:
         return number.value
 
     def copy(self, plan: CopyPlan, stream: Any, around: native.Around = None) -> None:
-        """Give the copies of ``plan`` to a torch stream one by one, up to the first that is refused."""
+        """Enqueue the copies of ``plan`` on a torch stream one by one, up to the first that is refused."""
         src, dst, sizes = plan.src.ctypes.data, plan.dst.ctypes.data, plan.sizes.ctypes.data
         count, handle = len(plan.sizes), stream.cuda_stream
         code = native.copy_batch_async(self._memcpy_async, src, dst, sizes, count, handle, around)
@@ -147,7 +147,8 @@ class RuntimeLibrary:
         """Return whether the work before an event is done, or has failed."""
         if self._event_query(event.cuda_event) != _NOT_READY:
             return True
-        self._get_last_error()  # otherwise torch finds this answer in the thread, as an error
+        # Otherwise torch would later find this status in the thread and raise it as an error.
+        self._get_last_error()
         return False
 
     def host_register(self, address: int, nbytes: int) -> None:
@@ -171,9 +172,10 @@ class RuntimeLibrary:
         self.check(name, self._function(name)(*arguments))
 
     def check(self, name: str, code: int) -> None:
-        """Raise what ``call`` raises for this code."""
+        """Raise the exception of ``call`` for this code."""
         if code:
-            self._function("GetLastError")()  # otherwise torch finds the same error again in this thread
+            # Otherwise torch would find the same error again in this thread.
+            self._function("GetLastError")()
             text = self._function("GetErrorString")(code).decode()
             kind = DeviceLostError if code in _LOST else TransferError
             raise kind(f"{self._prefix}{name} failed: {text} ({code})")
@@ -225,7 +227,7 @@ def require_exact(method: CopyMethod, device: torch.device, stream: Any) -> None
         at.astype(np.uint64) + np.uint64(buffer.data_ptr())
         for at, buffer in zip(places, buffers, strict=True)
     ]
-    if pinned:  # another stream than the copies' fills it
+    if pinned:  # A different stream from that of the copies fills it.
         torch.accelerator.synchronize(device)
     sizes = np.full(_PROBE_COPIES, _PROBE_BYTES, dtype=np.uint64)
     for start, end in pairwise(addresses):
@@ -244,17 +246,17 @@ def _is_exact(device: torch.device, name: str, method: CopyMethod) -> bool:
     try:
         with torch.cuda.device(device):
             require_exact(method, device, torch.cuda.Stream(device))
-    except Exception as error:  # a driver that is too old, say, or no memory left
+    except Exception as error:  # for example, the driver is too old, or memory is exhausted
         logger.info("copy method %r not used: %s", name, error)
         return False
     return True
 
 
 def _open_kernel(device: torch.device) -> PageKernel | None:
-    """Return the kernel for small pages, compiled and tried; None without Triton or a compiler, for one."""
+    """Return the kernel for small pages, compiled and tested; None if that fails, as without Triton."""
     try:
         kernel: PageKernel = importlib.import_module("kvtier._device.backends._page_kernel")
-    except Exception as error:  # an optional part must not end the engine
+    except Exception as error:  # Failure of an optional part must not end the engine.
         logger.info("copy kernel not used: %s", error)
         return None
     return kernel if _is_exact(device, "kernel", kernel.copy) else None
@@ -283,13 +285,13 @@ class TorchStream(Stream):
         try:
             method(plan, self._stream, None)
         except Exception:
-            if kernel is not None and method == kernel.copy:  # no memory for its table, for one
+            if kernel is not None and method == kernel.copy:  # for example, there is no memory for its table
                 self._runtime.kernel = None
                 logger.warning("copy kernel failed and is not used again: loads of small pages are slower")
             raise
 
     def start_transfer(self, after: Any, plan: CopyPlan) -> tuple[Event, Event]:
-        """Enqueue the copies with both events in one foreign call, if one can make them."""
+        """Enqueue the copies with both events in one foreign call, if one call can make them."""
         method, kernel = self._method(plan), self._runtime.kernel
         if not native.available or (kernel is not None and method == kernel.copy):
             return super().start_transfer(after, plan)
@@ -327,7 +329,7 @@ class TorchRuntime(Runtime):
         self.library = library
         self.batched = batched
         self.kernel = kernel
-        self.pinned = (0, 0)  # start and end of the host memory that is pinned; one thread changes it
+        self.pinned = (0, 0)  # Start and end of the pinned host memory. Only one thread changes them.
 
     @classmethod
     def open(
@@ -362,14 +364,14 @@ class TorchRuntime(Runtime):
         return TorchStream(self, queue, plain=plain)
 
     def host_register(self, address: int, nbytes: int) -> None:
-        """Pin the next piece of the slots: each starts where the last one ends."""
+        """Pin the next piece of the slots. It starts at the end of the previous piece."""
         self.library.host_register(address, nbytes)
         self.pinned = (self.pinned[0] or address, address + nbytes)
         if self.kernel is not None and not self._is_mapped(address):
-            self.kernel = None  # it uses host addresses
+            self.kernel = None  # The kernel uses host addresses.
 
     def _is_mapped(self, address: int) -> bool:
-        """Return whether kernels find pinned memory where the host does."""
+        """Return whether kernels can use the host's addresses for pinned memory."""
         try:
             return self.library.device_address(address) == address
         except DeviceLostError:

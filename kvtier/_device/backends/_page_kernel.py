@@ -1,7 +1,7 @@
 """Copies of many small pages with a kernel: the device's processors read page-locked host memory.
 
 A GPU's copy engine starts a copy every few microseconds, however small, so small pages reach a tenth of the
-link's speed. The kernel takes a few processors from computing, for a tenth of the time. ``docs/devices.md``
+link's speed. The kernel takes a few processors from computation, for a tenth of the time. ``docs/devices.md``
 has the figures. Importing this module needs Triton, which comes with torch for GPUs.
 """
 
@@ -20,8 +20,8 @@ _PROGRAMS = 16  # each takes one of the GPU's processors; with fewer, 4 KiB page
 _WARPS = 16
 _WORDS = _WARPS * 32 * 8  # of 8 bytes, per step of a program: four times 16 bytes for each thread
 
-_FEWEST_COPIES = 16  # below, starting a kernel takes longer than the copies
-_LARGEST_MEAN = 32 * 1024  # above, the copy engine is as fast, and takes nothing from computing
+_FEWEST_COPIES = 16  # below this size, starting a kernel takes longer than the copies
+_LARGEST_MEAN = 32 * 1024  # Above this size, the copy engine is as fast, and takes nothing from computation.
 _ALIGNMENT = 16
 
 
@@ -34,21 +34,21 @@ def suits(plan: CopyPlan) -> bool:
 
 
 def copy(plan: CopyPlan, stream: Any, around: object = None) -> None:  # noqa: ARG001
-    """Give the copies of ``plan``, all in one, to a torch stream, without events.
+    """Enqueue the copies of ``plan``, as one kernel, on a torch stream, without events.
 
     All addresses are valid on the device.
     """
     steps = split(plan, 8 * _WORDS)
     table = torch.from_numpy(np.stack((steps.src, steps.dst, steps.sizes)).view(np.int64)).pin_memory()
     count = len(steps.sizes)
-    with torch.cuda.stream(stream):  # torch keeps both tables until the stream has used them
+    with torch.cuda.stream(stream):  # torch keeps both tables until the stream no longer uses them.
         on_device = table.to(stream.device, non_blocking=True)
         _copy_steps[(min(_PROGRAMS, count),)](on_device, count, WORDS=_WORDS, num_warps=_WARPS)
 
 
 @triton.jit(do_not_specialize=["count"])  # compiled once, when it is tried first
 def _copy_steps(table, count, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Copy what ``table`` lists (int64, shape (3, count): sources, destinations, bytes), on all programs."""
+    """Make the copies in ``table`` (int64, shape (3, count): sources, destinations, bytes)."""
     for step in range(tl.program_id(0), count, tl.num_programs(0)):
         words = tl.arange(0, WORDS)
         source = tl.multiple_of(tl.load(table + step).to(tl.pointer_type(tl.int64)), 16)

@@ -32,7 +32,7 @@ def copy_each(plan: CopyPlan) -> None:
 
 @dataclass(frozen=True, slots=True)
 class HostEvent:
-    """An event that is always over: work in host memory ends before its call returns."""
+    """An event that has always completed, because work in host memory ends before its call returns."""
 
     at_s: float = field(default_factory=time.perf_counter)
 
@@ -43,18 +43,18 @@ class HostEvent:
         return True
 
     def elapsed_time(self, end_event: HostEvent, /) -> float:
-        """Return the milliseconds between both."""
+        """Return the milliseconds between both events."""
         return (end_event.at_s - self.at_s) * 1000
 
 
 class HostStream(Stream):
-    """A ``Stream`` whose copies are over when ``copy`` returns."""
+    """A ``Stream`` whose copies have ended when ``copy`` returns."""
 
     def __init__(self, copy: CopyFunction) -> None:
         self._copy = copy
 
     def wait(self, event: HostEvent) -> None:
-        """Return at once: the event is over."""
+        """Return at once, because the event has completed."""
 
     def record(self) -> HostEvent:
         return HostEvent()

@@ -17,7 +17,7 @@ _GROUP = 64
 for 4,096 pages of 16 KiB, a decode step of 1 ms took 36 ms on an H100, with these 1.1 ms."""
 
 _IN_STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
-_WITHOUT_FAILED_INDEX = 13000  # from this version on the batched call has one argument less
+_WITHOUT_FAILED_INDEX = 13000  # From this version on, the batched call has one argument fewer.
 
 
 class _Attributes(ctypes.Structure):
@@ -43,9 +43,9 @@ class Cudart(RuntimeLibrary):
         self._tells_failed = self.version("Runtime") < _WITHOUT_FAILED_INDEX
 
     def copy_batch(self, plan: CopyPlan, stream: Any, around: native.Around = None) -> None:
-        """Give the copies of ``plan`` to a torch stream, up to the first group that is refused.
+        """Enqueue the copies of ``plan`` on a torch stream, up to the first group that is refused.
 
-        All groups are one foreign call. With a call for each, and a busy engine thread, the waits for the
+        One foreign call makes all groups. With one call per group and a busy engine thread, the waits for the
         interpreter lock took nine times as long as the copies. AttributeError if CUDA's library lacks the
         function.
         """

@@ -1,7 +1,7 @@
 """The backend for KV caches on AMD GPUs: torch's classes for CUDA, over HIP's runtime library.
 
-The names in the library differ from CUDA's, and no call makes many copies at once: HIP's is new and takes no
-attributes.
+The library's function names differ from CUDA's. No call makes many copies at once, because HIP's batched call
+is new and accepts no attributes.
 """
 
 from __future__ import annotations

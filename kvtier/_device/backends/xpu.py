@@ -47,12 +47,13 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Buffer:
-    """Pinned memory that copies go through."""
+    """Pinned memory through which copies are staged."""
 
     def __init__(self, nbytes: int, pinned: bool) -> None:
         self.bytes = torch.empty(nbytes, dtype=torch.int8, pin_memory=pinned)
         self.used: Any = None  # the event after the device's last copies with it
-        self.arriving: CopyPlan | None = None  # a store's copies to the slots, after the device's
+        # copies of a store to the slots, made after the device's copies
+        self.arriving: CopyPlan | None = None
 
     def finish(self) -> None:
         """Block until the device has ended its copies, and copy arrived bytes to the slots."""
@@ -64,7 +65,7 @@ class _Buffer:
 
 
 class XpuStream(Stream):
-    """A ``Stream`` of torch's, with two buffers of ``buffer_bytes``; ``api`` is ``torch.xpu``."""
+    """A torch ``Stream`` with two buffers of ``buffer_bytes`` each; ``api`` is ``torch.xpu``."""
 
     def __init__(self, api: Any, stream: Any, memory: DeviceBytes, is_store: bool, buffer_bytes: int) -> None:
         self._api = api
@@ -84,7 +85,8 @@ class XpuStream(Stream):
     def copy(self, plan: CopyPlan) -> None:
         """Enqueue the copies; the calling thread makes the host's part. See ``Stream.copy``."""
         for buffer in self._buffers:
-            buffer.arriving = None  # left by a copy that raised: its slots may belong to another chunk by now
+            # Left by a copy that raised. Its slots may belong to another chunk by now.
+            buffer.arriving = None
         with self._api.stream(self._stream):
             for number, part in enumerate(_parts(plan, self._buffer_bytes)):
                 buffer = self._buffers[number % 2]
@@ -124,7 +126,7 @@ def _parts(plan: CopyPlan, nbytes: int) -> Iterator[CopyPlan]:
 class XpuRuntime(Runtime):
     """The Intel GPU that the engine's tensors are on."""
 
-    transfers_at_once = 1  # starting one is host work, which would delay the end of the previous one
+    transfers_at_once = 1  # Starting a transfer is host work, which would delay the end of the previous one.
     can_pin = False
 
     def __init__(
