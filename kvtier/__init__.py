@@ -85,7 +85,7 @@ _EXTRAS = {"numpy": "torch", "prometheus_client": "prometheus", "torch": "torch"
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name when it is first used: some need torch, which others do without."""
+    """Import a public name at its first use, because some names need torch and others do not."""
     home = _LAZY.get(name)
     if home is None:
         raise AttributeError(f"module 'kvtier' has no attribute {name!r}")

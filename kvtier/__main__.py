@@ -6,7 +6,7 @@ import os
 import sys
 
 _FAILED = 2
-_INTERRUPTED = 130  # as a shell does
+_INTERRUPTED = 130  # the exit status that a shell reports
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def _flush() -> None:
     is_lost = False
     for stream in (sys.stdout, sys.stderr):
         try:
-            if stream is not None:  # closed before the start
+            if stream is not None:  # closed before Python started
                 stream.flush()
         except OSError as error:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

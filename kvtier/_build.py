@@ -87,7 +87,7 @@ def make_tier_status(name: str, tier: TierConfig, chunk_bytes: int, remembered: 
 
 
 def adopted_slots(trailers: SlotTrailers, identity: Identity) -> dict[OffloadKey, int]:
-    """Return the slots of chunks that an earlier engine left, by key, the least recently used first."""
+    """Return the slots of chunks left by an earlier engine, by key, least recently used first."""
     found: dict[OffloadKey, int] = {}
     for slot, trailer in trailers.adopt():
         sealed = seals.read(trailer)

@@ -34,8 +34,8 @@ _CONNECTOR_KEYS = (
     "engine_id",
 )
 
-_LONGEST_WAIT_S = 86_400  # no wait without an end
-_LEAST_MEMORY = 256 * 2**20  # for the tier process: the interpreter and some threads
+_LONGEST_WAIT_S = 86_400  # every wait must have an end
+_LEAST_MEMORY = 256 * 2**20  # memory of the tier process for the interpreter and some threads
 
 _OTHER_SPECS = {
     "backpressure": "it belongs to vLLM's own tiering spec; kvtier applies back-pressure automatically",
@@ -211,7 +211,7 @@ class TieringConfig(Settings):
                 tiers.append(_tier(item, f"secondary_tiers[{index}]"))
             except KVTierError as error:
                 problems.append(str(error))
-        if problems:  # listed together with problems of other settings
+        if problems:  # reported together with problems of other settings
             raise validation.explained(problems)
         return tuple(tiers)
 
@@ -251,7 +251,7 @@ class TieringConfig(Settings):
 
     @property
     def all_tiers(self) -> tuple[TierConfig, ...]:
-        """The secondary tiers, and before them the one of chunks that an earlier engine left."""
+        """The secondary tiers, preceded by the tier of chunks that an earlier engine left."""
         return (AdoptedConfig(), *self.secondary_tiers) if self.keep_host_memory_s else self.secondary_tiers
 
     @property

@@ -29,8 +29,8 @@ _mmap.restype = ctypes.c_void_p  # type: ignore[attr-defined]
 def keep_fd_from_children(fd: int) -> None:
     """Replace this file, duplicates included, by ``/dev/null`` in children forked from now on.
 
-    It may be closed at any time, by any means. The number stays in use in the child, so that a second close
-    there cannot hit another file.
+    It may be closed at any time, by any means. The descriptor number stays in use in the child, so that a
+    second close there cannot hit another file.
     """
     _alone[fd] = _name(fd)
 
@@ -66,7 +66,7 @@ def _detach_child() -> None:
 def _replace_files(names: set[str]) -> None:
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for fd in map(int, os.listdir("/proc/self/fd")):
-        if _name(fd) in names:  # mmap objects, too, hold descriptors
+        if _name(fd) in names:  # mmap objects hold descriptors, too
             os.dup2(null, fd, inheritable=False)
     os.close(null)
 

@@ -30,13 +30,13 @@ LIBRARY_VARIABLES: Final = frozenset(
         "TORCHINDUCTOR_EMULATE_PRECISION_CASTS",
         "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
         "TORCH_BLAS_PREFER_CUBLASLT",
-        "XHS_VIDEO_JPEG_QUALITY",  # which engines read for models that see videos as JPEGs
+        "XHS_VIDEO_JPEG_QUALITY",  # Engines read this variable for models that process videos as JPEGs.
     }
 )
 """Variables without an engine's prefix that count, because they change how numbers are computed. The one open
 list: the libraries below engines have too many variables to name them all."""
 
-_LINES, _LINE = 20, 400  # most that a message lists, and characters of each
+_LINES, _LINE = 20, 400  # maximum number of differences in a message, and of characters of each
 
 Value = None | bool | int | float | str | Sequence["Value"] | Mapping[str, "Value"]
 
@@ -141,14 +141,15 @@ def _listed(lines: Sequence[str]) -> str:
     shown = [line if len(line) <= _LINE else f"{line[:_LINE]}..." for line in lines[:_LINES]]
     more = [f"and {len(lines) - _LINES} more"] if len(lines) > _LINES else []
     text = "; ".join(shown + more)
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)  # it goes to logs and terminals
+    # the text goes to logs and terminals
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 @dataclass(frozen=True)
 class Difference:
     """A value that two identities do not have in common."""
 
-    setting: str  # its name, nested names joined by dots
+    setting: str  # name of the field, nested names joined by dots
     one: object  # the first one's value; None if it is not set there: at its default, say
     other: object
     is_set: tuple[bool, bool] = (True, True)  # in the first and in the other

@@ -20,7 +20,7 @@ class GuardedLogger(logging.LoggerAdapter[logging.Logger]):
         super().__init__(logging.getLogger(name), {})
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
-        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1  # the line belongs to our caller
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1  # report the caller's line
         try:
             super().log(level, msg, *args, **kwargs)
         except Exception:
@@ -38,7 +38,7 @@ class LogLimit:
     def allow(self, subject: str, now_s: float) -> str | None:
         """Return a suffix for a line about ``subject``, or None if the line must not be written.
 
-        The suffix is empty, or says how many lines were held back.
+        The suffix is empty, or contains the number of suppressed lines.
 
         Args:
             subject: the subject of the line; use few different ones.

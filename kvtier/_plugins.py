@@ -40,7 +40,7 @@ IS_PUBLISHED = False
 
 
 def requirement(distribution: str, extras: str = "") -> str:
-    """Return what ``pip install`` takes, in a shell, for one of kvtier's own distributions."""
+    """Return the argument of ``pip install``, in a shell, for one of kvtier's own distributions."""
     place = distribution if IS_PUBLISHED else "." if distribution == "kvtier" else f"./plugins/{distribution}"
     return f"'{place}[{extras}]'" if extras else place
 
@@ -67,7 +67,7 @@ def _entries_of(path: tuple[str, ...]) -> EntryPoints:  # noqa: ARG001 - the key
 
 
 def distribution_of(plugin: EntryPoint) -> tuple[str, str]:
-    """Return the name and the version of the distribution that a plug-in comes with."""
+    """Return the name and the version of a plug-in's distribution."""
     return (plugin.dist.name, plugin.dist.version) if plugin.dist else ("an unknown distribution", "?")
 
 
@@ -77,7 +77,7 @@ def origin(plugin: EntryPoint) -> str:
 
 
 def require(group: Group, name: str, field: str) -> list[EntryPoint]:
-    """Return the entry points of this name, mostly one, without importing it.
+    """Return the entry points of this name, usually one, without importing them.
 
     ConfigError if there is none; it names ``field``, the installed plug-ins and the nearest name.
     """

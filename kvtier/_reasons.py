@@ -40,7 +40,7 @@ TRANSIENT: Final = frozenset({"timeout", "connection"})
 
 
 def word_for(error: BaseException) -> str:
-    """Return the reason in ``TRANSFER`` that an exception is counted as."""
+    """Return the reason in ``TRANSFER`` for an exception."""
     if isinstance(error, TimeoutError):
         return "timeout"
     return "connection" if isinstance(error, ConnectionError) else UNKNOWN
@@ -49,7 +49,7 @@ def word_for(error: BaseException) -> str:
 def bounded(counts: Mapping[str, int], words: Collection[str], total: int) -> dict[str, int]:
     """Return counts of reasons that add up to ``total`` and use only ``words``.
 
-    TypeError or ValueError if ``counts`` is no mapping to numbers.
+    TypeError or ValueError if ``counts`` is not a mapping to numbers.
     """
     result: dict[str, int] = {}
     left = total

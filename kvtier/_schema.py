@@ -17,8 +17,8 @@ _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 def json_schema() -> Schema:
     """Return the JSON schema of the configuration, with the settings of every installed tier.
 
-    An entry of ``secondary_tiers`` is told apart by its ``type``. A tier that cannot be loaded is left
-    out, and named with the reason in ``$comment``.
+    Entries of ``secondary_tiers`` are distinguished by their ``type``. A tier that cannot be loaded is
+    omitted, and named with the reason in ``$comment``.
     """
     schema = TieringConfig.model_json_schema()
     definitions = schema.setdefault("$defs", {})

@@ -1,4 +1,4 @@
-"""Tells the weights and the code of models apart, by samples of their files or the commit of a hub."""
+"""Distinguishes the weights and code of models, by samples of their files or the commit of a hub."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors")
 _FILES_BESIDE = ("*.json", "*.py")
-_FOLDERS = ("", "*/", "*/*/")  # of encoders, and of tasks' adapters, which vLLM merges (Jina)
+_FOLDERS = ("", "*/", "*/*/")  # folders of encoders, and of adapters for tasks, which vLLM merges (Jina)
 _NOT_THE_WEIGHTS = re.compile(
     r"config\.json|tokenizer|vocab|added_tokens|special_tokens_map|chat_template|merges", re.IGNORECASE
 )
@@ -27,9 +27,9 @@ _SAMPLE_BYTES = 4096
 def weights_fingerprint(model: Path) -> str | None:
     """Return a digest of a model's files: their names, sizes and samples of their bytes.
 
-    A model that was replaced at the same path must not get the old one's chunks. The digest has up to 1,024
+    A model that was replaced at the same path must not get the old model's chunks. The digest has up to 1,024
     evenly spread samples of 4 KiB from each file, which takes milliseconds. It can miss a change of less than
-    half a percent of a file: that is what the setting ``namespace`` is for. Files that say how to use the
+    half a percent of a file. The setting ``namespace`` covers such changes. Files that say how to use the
     weights count as well: settings of quantisation, image processors and generation, and code. Those of the
     tokenizer do not, nor does ``config.json``, which the caller adds as the engine has read it. Encoders and
     adapters may have their own folders: all these files count there.
@@ -42,7 +42,7 @@ def weights_fingerprint(model: Path) -> str | None:
 
 
 def tokenizer_fingerprint(place: Path) -> str | None:
-    """Return a digest of the files in a folder that a tokenizer may be made of; None if there are none."""
+    """Return a digest of the files in a folder that may belong to a tokenizer; None if there are none."""
     named = (it for it in sorted(place.glob("*")) if it.suffix in _OF_TOKENIZERS and it.name != "config.json")
     return _digest((it, it.name) for it in named if it.is_file() and os.access(it, os.R_OK))
 
@@ -60,7 +60,7 @@ def code_fingerprint(module: str) -> str | None:
 
 
 def transformers_release() -> str:
-    """Return the version of transformers; of a build from sources, whose versions are alike, its code too."""
+    """Return the version of transformers, and a digest of its code if it was built from sources."""
     import transformers
 
     version = str(transformers.__version__)
@@ -70,7 +70,7 @@ def transformers_release() -> str:
 def remote_code(
     model: str, config: object, revision: str | None, code_revision: str | None
 ) -> Mapping[str, str | None]:
-    """Return the repositories that a model takes code from, apart from its own files, and their commits.
+    """Return the repositories, other than its own, from which a model loads code, and their commits.
 
     Other repositories are named in an ``auto_map`` of the model's files. Code that is not in the hub's cache
     of this machine has not run here: it has no commit.
@@ -94,13 +94,13 @@ def remote_code(
 
 def _json(path: Path) -> object:
     with suppress(OSError, ValueError):
-        if "config" in path.name:  # other files are large: tokenizers, and indices of weights
+        if "config" in path.name:  # the remaining files are large: tokenizers, and indices of weights
             return json.loads(path.read_bytes())
     return None
 
 
 def _repositories(config: object) -> Iterator[str]:
-    """Yield the repositories that a configuration, or a nested one, takes classes from."""
+    """Yield the repositories from which a configuration, or a nested one, loads classes."""
     fields = config if isinstance(config, Mapping) else {}
     for key, value in fields.items():
         if key == "auto_map" and isinstance(value, Mapping):
@@ -151,7 +151,7 @@ def _digest(files: Iterable[tuple[Path, str]]) -> str | None:
 
 
 def hub_commit(name: str, revision: str | None, cache_dir: str | None) -> str | None:
-    """Return the commit of a model in a cache of Hugging Face's hub; None without one. Asks no network."""
+    """Return the commit of a model in a Hugging Face hub cache; None without one. Uses no network."""
     folder = _hub_folder(name, revision, cache_dir)
     return None if folder is None else folder.name
 
@@ -161,5 +161,5 @@ def _hub_folder(name: str, revision: str | None, cache_dir: str | None) -> Path 
 
     try:
         return Path(snapshot_download(name, revision=revision, cache_dir=cache_dir, local_files_only=True))
-    except (OSError, ValueError):  # there is none, or the name is none of a repository
+    except (OSError, ValueError):  # there is no commit, or the name is not a repository
         return None

@@ -10,10 +10,10 @@ belongs to a process that is still starting;
 * a name is removed only with the exclusive lock on the very file that it names;
 * after a file was opened and locked, the name is checked again: it may mean another file by then.
 
-A guard can keep a file for the next start of its engine, under a name that ends with ``KEPT``. It had the
-exclusive lock then, so no process of the engine can still write to it. The guard lets go when it is claimed.
-The file's time of modification is when the guard removes it. Its last ``NOTE_BYTES`` bytes are a note, which
-begins with ``KEPT_FOR`` and a word for the engine.
+A guard can keep a file for the next start of its engine, under a name that ends with ``KEPT``. At that moment
+it holds the exclusive lock, so no process of the engine can still write to the file. The guard releases the
+file when it is claimed. The file's modification time is the time of its removal by the guard. Its last
+``NOTE_BYTES`` bytes are a note, which begins with ``KEPT_FOR`` and a word for the engine.
 
 Each holder has its own open file description, so that two holders in one process count twice.
 """
@@ -41,22 +41,22 @@ PREFIX = "kvtier_"
 KEPT = ".kept"
 KEPT_FOR = "kept for "
 NOTE_BYTES = 256
-PATIENCE_S = 10.0  # exclusive locks last microseconds; a stopped process must not hang a start
+PATIENCE_S = 10.0  # Exclusive locks last microseconds, and a stopped process must not hang a start.
 RETRY_S = 0.001
-HANDOVER_S = 2.0  # a guard looks ten times a second whether its file was claimed
-PASSES = 2  # a guard may rename a file during the first one
-RENAME_S = 0.05  # a guard that begins to keep a file holds the exclusive lock for microseconds
+HANDOVER_S = 2.0  # A guard checks ten times a second whether its file was claimed.
+PASSES = 2  # A guard may rename a file during the first attempt.
+RENAME_S = 0.05  # A guard that starts to keep a file holds the exclusive lock for microseconds.
 _NOBODY = 0
-_CAREFULLY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # the FIFO of another user would block
+_CAREFULLY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # opening the FIFO of another user would block
 
 
 @dataclass(frozen=True, slots=True)
 class LockedFile:
     """An open file that carries a shared lock of this process."""
 
-    fd: int  # the open file description that has the lock
-    path: Path | None  # None if it has no name and ends with its last descriptor
-    pid: int  # process that took the lock; children forked from it do not have the file
+    fd: int  # the open file description that holds the lock
+    path: Path | None  # None if the file has no name and ends with its last descriptor
+    pid: int  # The process that took the lock. Children forked from it do not have the file.
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class KeptFile:
 
 
 def kept_files(directory: Path) -> list[KeptFile]:
-    """Return the files that are kept in a directory, as far as this user may read them."""
+    """Return the kept files in a directory that this user may read."""
     found = []
     for path in sorted(directory.glob(f"{PREFIX}*{KEPT}")):
         with ExitStack() as undo, suppress(OSError):
@@ -84,7 +84,7 @@ def kept_files(directory: Path) -> list[KeptFile]:
 
 
 def remove_kept(path: Path) -> bool:
-    """Remove a kept file; return whether that was possible: its engine may have claimed it."""
+    """Remove a kept file; return whether that was possible. Its engine may have claimed it."""
     with ExitStack() as undo, suppress(OSError):
         if (fd := _open_existing(path)) is not None:
             undo.callback(os.close, fd)
@@ -113,10 +113,10 @@ def create_or_join(path: Path, nbytes: int, note: bytes = b"") -> LockedFile:
 
 
 def adopt(path: Path, nbytes: int, note: bytes, cleared: range) -> LockedFile | None:
-    """Give a file of this size and note, which no process uses any more, the name ``path``; None without one.
+    """Rename an unused file of this size and note to ``path``, and return it; None if there is none.
 
-    The bytes in ``cleared`` are zeros then. A file that is kept for the same engine is removed if its size or
-    note differs. Files of running engines are left alone.
+    The bytes in ``cleared`` are set to zero. A file that is kept for the same engine is removed if its size
+    or note differs. Files of running engines are left alone.
     """
     tried: set[Path] = set()
     for _ in range(PASSES):
@@ -149,7 +149,7 @@ def create_unnamed(nbytes: int) -> LockedFile:
 
 
 def borrow(fd: int, nbytes: int) -> LockedFile:
-    """Take a file that another process has handed over; RegionError if it is shorter than ``nbytes``.
+    """Adopt a file from another process. RegionError if it is shorter than ``nbytes``.
 
     The other process keeps the locks: they end, and the file can be claimed again, when both processes have
     ended.
@@ -167,12 +167,13 @@ def release(file: LockedFile, *, keeps: bool = False) -> None:
     A file that a guard ``keeps`` stays locked until it has no mapping and no descriptor. Copies that hang,
     and a tier process that does not exit, may write to it until then.
     """
-    has_lock = file.pid == os.getpid() and not keeps  # else it is borrowed, or this is a forked child
+    # Otherwise the file is borrowed, or this is a forked child.
+    has_lock = file.pid == os.getpid() and not keeps
     try:
         if has_lock and file.path is not None and _try_lock(file.fd, fcntl.LOCK_EX):
             _unlink_if_named(file.fd, file.path)
     finally:
-        if has_lock:  # a mapping duplicates the descriptor and can outlive it: close alone ends no lock
+        if has_lock:  # A mapping duplicates the descriptor and can outlive it, so close alone ends no lock.
             _set_claim(file.fd, fcntl.F_UNLCK)
             fcntl.flock(file.fd, fcntl.LOCK_UN)
         os.close(file.fd)
@@ -192,7 +193,7 @@ def remove_stale_files(
 ) -> list[Path]:
     """Remove and return the ``kvtier_*`` files that no living process holds and this user may remove.
 
-    With an ``owner`` those stay that were kept for other engines by guards that died; ``keep`` gets each.
+    With an ``owner``, files that dead guards kept for other engines stay; ``keep`` is called with each.
     """
     removed = []
     for path in sorted(directory.glob(PREFIX + "*")):
@@ -234,11 +235,11 @@ def _take_over(fd: int, found: Path, path: Path, nbytes: int, note: bytes, clear
                 logger.info("removed %s (%s): this engine needs %s", found, _words(theirs), _words(note))
             return False
         if is_kept:
-            _set_claim(fd, fcntl.F_WRLCK)  # its guard lets go then
+            _set_claim(fd, fcntl.F_WRLCK)  # the guard then releases the file
         if not _lock_within(fd, HANDOVER_S if is_kept else RENAME_S) or not _is_named(fd, found):
             return False
         os.pwrite(fd, bytes(len(cleared)), cleared.start)
-        os.link(found, path)  # fails if another process was first
+        os.link(found, path)  # fails if another process was faster
         found.unlink()
         _set_claim(fd, fcntl.F_UNLCK)
         if not _try_lock(fd, fcntl.LOCK_SH) or not _is_named(fd, path):
@@ -248,7 +249,7 @@ def _take_over(fd: int, found: Path, path: Path, nbytes: int, note: bytes, clear
 
 
 def _remove_all_kept(directory: Path) -> int:
-    """Remove the kept files that no engine has claimed; return how many."""
+    """Remove the kept files that no engine has claimed; return their number."""
     removed = [found.path for found in kept_files(directory) if remove_kept(found.path)]
     for path in removed:
         logger.warning("removed %s, kept for its engine: there is no room for another", path)
@@ -258,8 +259,8 @@ def _remove_all_kept(directory: Path) -> int:
 def _remove_kept(fd: int, path: Path) -> bool:
     """Remove a kept file, and free its memory at once although its guard has it open.
 
-    An engine that is killed while it takes the file over can leave it two names: the next one may use it by
-    the other. BlockingIOError if an engine has claimed it.
+    An engine that is killed while it claims the file can leave two names for it, and the next engine may use
+    the other name. BlockingIOError if an engine has claimed it.
     """
     _set_claim(fd, fcntl.F_WRLCK)
     if not _unlink_if_named(fd, path):
@@ -280,11 +281,11 @@ def _lock_within(fd: int, patience_s: float) -> bool:
 
 
 def _join(fd: int, path: Path, nbytes: int, note: bytes) -> int | None:
-    """Take the shared lock on an existing file; None if it vanished or must be tried again."""
+    """Take the shared lock on an existing file; None if the file vanished or the caller must retry."""
     with ExitStack() as undo:
         undo.callback(os.close, fd)
         _require_own_file(fd, path)
-        if _try_lock(fd, fcntl.LOCK_EX):  # its last holder died since the sweep
+        if _try_lock(fd, fcntl.LOCK_EX):  # The last holder died since the sweep.
             _unlink_if_named(fd, path)
         elif _try_lock(fd, fcntl.LOCK_SH) and _is_named(fd, path):
             _require_same(fd, path, nbytes, note)
@@ -294,7 +295,7 @@ def _join(fd: int, path: Path, nbytes: int, note: bytes) -> int | None:
 
 
 def _create(path: Path, nbytes: int, note: bytes) -> int | None:
-    """Make the file, lock it, then name it; None if another process was first."""
+    """Create the file, lock it, then name it; None if another process was first."""
     if not _has_room(path, nbytes + len(note)):
         return None
     fd, source = _new_file(path)
@@ -317,7 +318,7 @@ def _new_file(path: Path) -> tuple[int, Path]:
 
     A file that had another name before is "(deleted)" in the lists of mappings that operators read.
     """
-    with suppress(OSError):  # not every file system has unnamed files
+    with suppress(OSError):  # some file systems have no unnamed files
         fd = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         source = Path(f"/proc/self/fd/{fd}")
         if source.exists():
@@ -332,7 +333,7 @@ def _link(source: Path, path: Path) -> bool:
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.link(source, path, src_dir_fd=directory, follow_symlinks=True)
-    except (FileExistsError, FileNotFoundError):  # another process was first, or swept the temporary name
+    except (FileExistsError, FileNotFoundError):  # Another process was first, or swept the temporary name.
         return False
     finally:
         os.close(directory)
@@ -378,7 +379,7 @@ def _note_of(fd: int) -> bytes:
 
 
 def _owner_of(note: bytes) -> str:
-    """Return the engine that a file with this note is kept for; "" if it is not to be kept."""
+    """Return the engine for which a file with this note is kept; "" if it must not be kept."""
     text = _words(note)
     return text.removeprefix(KEPT_FOR).split(" ")[0] if text.startswith(KEPT_FOR) else ""
 

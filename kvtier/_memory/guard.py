@@ -1,6 +1,6 @@
-"""A guard process, which removes a region's file when the engine is gone, however it ended.
+"""A guard process, which removes a region's file after the engine has ended in any way.
 
-It can keep the file for a while before, for the next engine, under a name that says so.
+Before that, it can keep the file for a while for the next engine, under a different name.
 
 An engine is often killed with all its descendants, including the tier process. So the guard detaches itself
 from them. It imports only Python's standard library, and takes a few megabytes.
@@ -21,16 +21,17 @@ _RETRY_S = 0.05
 _LOOK_EVERY_S = 0.1
 _CLAIM_EVERY_S = 1.0
 _KEPT = ".kept"
-_GRACE_S = 5  # for processes that still use the file; one that hangs in the kernel may use it for hours
+# Wait for processes that still use the file. A process that hangs in the kernel may use it for hours.
+_GRACE_S = 5
 
 
 def start(path: str, fd: int, keep_s: float = 0.0, *, until_claimed: bool = False) -> int:
     """Start a guard of the file ``path``, open as ``fd``, for the life of this process, or raise OSError.
 
     Returns a descriptor to close when the file is released properly. The guard then ends when the file is
-    gone, or removes it when it has no user, or after five seconds. With ``keep_s`` it keeps the file for so
-    many seconds from then on, until it is claimed. ``until_claimed``: it ends at the latest when the file is
-    claimed, whose claimant starts another one.
+    gone, or removes it when it has no user, or after five seconds. With ``keep_s`` it keeps the file for that
+    many seconds after the engine's end, or until the file is claimed. ``until_claimed``: it ends at the
+    latest when the file is claimed, because the claimant starts another guard.
     """
     status = os.fstat(fd)
     theirs, ours = os.pipe2(os.O_CLOEXEC)
@@ -43,7 +44,7 @@ def start(path: str, fd: int, keep_s: float = 0.0, *, until_claimed: bool = Fals
             stderr=subprocess.DEVNULL,
             pass_fds=(theirs,),
             cwd="/",
-            check=True,  # without a timeout, which would poll in ever longer pauses
+            check=True,  # No timeout, because subprocess would then poll with growing pauses.
         )
     except (OSError, subprocess.SubprocessError) as error:
         os.close(ours)
@@ -57,7 +58,7 @@ def main(
     path: str, keep_s: float, device: int, inode: int, pid: int, given_back: int, until_claimed: int
 ) -> None:
     """Wait until process ``pid`` has ended or ``given_back`` is closed; then keep or remove the file."""
-    engine = os.pidfd_open(pid)  # before the engine goes on
+    engine = os.pidfd_open(pid)  # before the engine continues
     if os.fork():
         os._exit(0)
     os.setsid()
@@ -65,18 +66,18 @@ def main(
     for fd in (engine, given_back):
         poll.register(fd, select.POLLIN)
     while not poll.poll(1000 * _CLAIM_EVERY_S if until_claimed else None):
-        fd = _open(path)  # fails once the file is gone
+        fd = _open(path)  # fails after the file was removed
         if _is_claimed(fd):
             return
         os.close(fd)
     with suppress(OSError):
         fd = _open(path)
         if (os.fstat(fd).st_dev, os.fstat(fd).st_ino) != (device, inode):
-            return  # another engine's by now
+            return  # the file belongs to another engine by now
         until_s = time.monotonic() + keep_s
         if _lock(fd, max(keep_s, _GRACE_S)) and time.monotonic() < until_s:
             _keep(fd, path, until_s)
-        else:  # processes that have mapped a removed file keep its memory, and their end frees it
+        else:  # Processes that mapped a removed file keep its memory until they end.
             _unlink(fd, path)
 
 
@@ -85,7 +86,7 @@ def _open(path: str) -> int:
 
 
 def _keep(fd: int, path: str, until_s: float) -> None:
-    """Keep the file, which no process uses, until then, or until it is claimed or removed."""
+    """Keep the unused file until the given time, or until it is claimed or removed."""
     kept = path.removesuffix(_KEPT) + _KEPT
     os.rename(path, kept)
     fcntl.flock(fd, fcntl.LOCK_SH)
@@ -100,7 +101,7 @@ def _keep(fd: int, path: str, until_s: float) -> None:
 
 
 def _lock(fd: int, patience_s: float) -> bool:
-    """Lock the file once no process uses it; return whether that was so within ``patience_s``."""
+    """Lock the file when no process uses it; return whether that happened within ``patience_s`` seconds."""
     until_s = time.monotonic() + patience_s
     while True:
         with suppress(BlockingIOError):

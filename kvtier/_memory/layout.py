@@ -42,9 +42,9 @@ class SlotLayout:
 
     page_bytes: tuple[int, ...]  # bytes of one block in each tensor: its padded page, or the canonical page
     blocks_per_chunk: int
-    rank: int  # which area this worker's pages are in, 0 to ``workers - 1``
-    workers: int  # areas of a slot
-    area_bytes: int  # workers with fewer layers than others leave a rest unused
+    rank: int  # index of the area with this worker's pages, 0 to ``workers - 1``
+    workers: int  # number of areas of a slot
+    area_bytes: int  # Workers with fewer layers leave the rest of their area unused.
 
     @staticmethod
     def make(

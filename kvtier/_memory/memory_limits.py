@@ -32,7 +32,7 @@ class MemoryLimit(NamedTuple):
 
 
 def exceeded_by(nbytes: int) -> MemoryLimit | None:
-    """Return a limit without room for ``nbytes`` more and a small reserve; None if all have room."""
+    """Return a limit that lacks room for ``nbytes`` more and a small reserve; None if all have room."""
     for limit in memory_limits():
         spare = min(limit.limit_bytes // _SPARE_SHARE, _SPARE_BYTES)
         if limit.used_bytes + nbytes + spare > limit.limit_bytes:
@@ -48,7 +48,7 @@ def memory_limits(proc: Path = Path("/proc")) -> Iterator[MemoryLimit]:
         yield MemoryLimit(total, proc / "meminfo", total - sizes["MemAvailable:"] * 1024)
     with suppress(*_UNREADABLE):
         for folder, kind in _groups(proc / "self"):
-            with suppress(*_UNREADABLE):  # it has no limits
+            with suppress(*_UNREADABLE):  # the process has no limits
                 usage, prefix, names = _FILES[kind]
                 texts = {folder / name: (folder / name).read_text().strip() for name in names}
                 limit, path = min((int(text), path) for path, text in texts.items() if text != "max")
@@ -70,7 +70,8 @@ def _groups(process: Path) -> Iterator[tuple[Path, str]]:
         if kind in own and (kind == "cgroup2" or "memory" in options.split(",")):
             root, mount = head.split(" ")[3:5]
             yield (folder := Path(mount)), kind
-            is_below = own[kind].is_relative_to(root)  # otherwise a container, which sees only its own part
+            # Otherwise this is a container, which sees only its own part of the hierarchy.
+            is_below = own[kind].is_relative_to(root)
             for name in own[kind].relative_to(root).parts if is_below else ():
                 yield (folder := folder / name), kind
 

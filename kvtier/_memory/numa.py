@@ -39,7 +39,7 @@ def node_of_cpus(cpus: Iterable[int], nodes: Path = _NODES) -> int | None:
 
 
 def node_of_pci(address: str, devices: Path = _PCI_DEVICES) -> int | None:
-    """Return the node that a PCI device is at, by its address such as ``0000:3b:00.0``."""
+    """Return the node of a PCI device, given its address such as ``0000:3b:00.0``."""
     try:
         node = int((devices / address / "numa_node").read_text())
     except (OSError, ValueError):
@@ -49,7 +49,7 @@ def node_of_pci(address: str, devices: Path = _PCI_DEVICES) -> int | None:
 
 @contextmanager
 def preferring(node: int | None) -> Iterator[None]:
-    """Allocate pages that this thread touches first on ``node``; None: as the system decides."""
+    """Allocate pages that this thread touches first on ``node``; with None the system decides."""
     if node is None or not _set_policy(_PREFERRED, node):
         yield
         return

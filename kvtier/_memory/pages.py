@@ -1,4 +1,4 @@
-"""Memory for the pages of a region: allocated before it is used, huge pages where the system has them.
+"""Memory for the pages of a region: allocated before use, with huge pages if the system grants them.
 
 See ``madvise(2)`` for ``MADV_POPULATE_WRITE`` and ``MADV_HUGEPAGE``, ``tmpfs(5)`` for
 the mount option ``huge``, ``Documentation/admin-guide/mm/transhuge.rst`` for ``shmem_enabled``.
@@ -29,7 +29,8 @@ def ask_for_huge(mapping: mmap.mmap, path: Path | None, *, shared: bool = False)
         return False
     try:
         mapping.madvise(mmap.MADV_HUGEPAGE)
-        mapping.madvise(_MADV_POPULATE_WRITE, 0, mmap.PAGESIZE)  # a mere touch that finds no room kills
+        # without room, a mere touch would kill the process
+        mapping.madvise(_MADV_POPULATE_WRITE, 0, mmap.PAGESIZE)
     except (AttributeError, OSError):
         return False
     return True
@@ -69,15 +70,16 @@ def back(address: int, nbytes: int, fd: int | None, offset: int, *, huge: bool) 
 
     Its content stays. ``huge``: huge pages were asked for and are granted.
     """
-    if huge:  # by touch alone: an allocation through the file gets small pages
+    if huge:  # Only by touching, because an allocation through the file gets small pages.
         code = native.populate(address, nbytes)
         if code not in (errno.EINVAL, errno.ENOSYS):
             return code
     if fd is not None:
-        # Without room this fails harmlessly on every kernel, unlike a touch, and takes nothing.
+        # Without room this fails harmlessly on every kernel, unlike a touch, and allocates nothing.
         try:
             os.posix_fallocate(fd, offset, nbytes)
         except OSError as error:
             return error.errno or errno.EIO
     code = native.populate(address, nbytes)
-    return 0 if code in (errno.EINVAL, errno.ENOSYS) else code  # an old kernel: first touches will be slow
+    # an old kernel, on which first touches will be slow
+    return 0 if code in (errno.EINVAL, errno.ENOSYS) else code

@@ -20,7 +20,7 @@ logger = GuardedLogger("kvtier.memory")
 PIECE_BYTES = 64 * 2**20
 THREAD_NAME = "kvtier-populate"
 
-_BLOCK_BYTES = 512  # of ``st_blocks``, on every file system
+_BLOCK_BYTES = 512  # unit of ``st_blocks`` on every file system
 _CPUS_PER_THREAD = 4
 _MAX_THREADS = 4
 
@@ -31,7 +31,7 @@ class SlotPart:
 
     offset: int  # in the slot
     nbytes: int
-    node: int | None  # the worker's NUMA node; None if it is unknown or does not matter
+    node: int | None  # the worker's NUMA node, or None if it is unknown or does not matter
 
 
 class Population:
@@ -54,7 +54,7 @@ class Population:
         self._address = address
         self._path = file.path if file else None
         self._fd = os.dup(file.fd) if file else None
-        self._there_bytes = 0  # from slot 0 on, allocated by an earlier engine
+        self._there_bytes = 0  # bytes from slot 0 on that an earlier engine allocated
         if self._fd is not None:
             weakref.finalize(self, os.close, self._fd).atexit = False  # threads may still use it
             status = os.fstat(self._fd)
@@ -66,7 +66,7 @@ class Population:
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()  # guards the fields below
-        self._has_huge_pages: bool | None = None  # None until they were asked for
+        self._has_huge_pages: bool | None = None  # None until the settings were read
         self._next = 0
         self._ready = 0
         self._failed = False
@@ -85,14 +85,14 @@ class Population:
         self._stopping.set()
 
     def join(self, until_s: float) -> None:
-        """Wait for the end of the threads, the calling one excepted, until a time of ``time.monotonic``."""
+        """Wait for the threads to end, except the calling one, until a time of ``time.monotonic``."""
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, until_s - time.monotonic()))
 
     def _run(self, mapping: mmap.mmap, _view: memoryview) -> None:
         with self._lock:
-            if self._has_huge_pages is None:  # here, because it reads the system's settings
+            if self._has_huge_pages is None:  # At this point, because it reads the system's settings.
                 self._has_huge_pages = pages.ask_for_huge(mapping, self._path, shared=self._fd is not None)
         while not self._stopping.is_set() and (piece := self._take()) is not None:
             shortage = self._back(piece)
@@ -112,7 +112,7 @@ class Population:
 
     def _back(self, piece: range) -> str:
         """Allocate memory for the slots of a piece, each part on its node; return the shortage, if any."""
-        nbytes = len(piece) * self._chunk_bytes * len(self._threads)  # each thread may take as much
+        nbytes = len(piece) * self._chunk_bytes * len(self._threads)  # each thread may allocate as much
         is_there = piece.stop * self._chunk_bytes <= self._there_bytes
         if not is_there and (limit := memory_limits.exceeded_by(nbytes)):
             return str(limit)
@@ -126,7 +126,7 @@ class Population:
         return ""
 
     def _ranges(self, piece: range, part: SlotPart) -> Iterator[tuple[int, int]]:
-        """Yield the ranges of the part in each slot; slots that it fills are joined."""
+        """Yield the ranges of the part in each slot. If the part fills whole slots, the ranges are merged."""
         size = self._chunk_bytes
         if part.nbytes == size:
             yield piece.start * size, piece.stop * size
@@ -134,7 +134,7 @@ class Population:
         for slot in piece:
             start = slot * size + part.offset
             end = start + part.nbytes
-            # A page that two parts share counts for the first one; a slot ends with a page.
+            # A page shared by two parts belongs to the first one. A slot ends at a page boundary.
             yield start - start % mmap.PAGESIZE, end + -end % mmap.PAGESIZE
 
     def _complete(self, piece: range) -> None:

@@ -63,12 +63,12 @@ class Region:
             raise RegionError(f"{text}: lower cpu_bytes_to_use") from error
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._guard: Callable[[], object] | None = None
-        with suppress(OSError):  # a dump takes minutes, in which a tier process may write to slots
+        with suppress(OSError):  # A dump takes minutes, during which a tier process could write to slots.
             self._map.madvise(mmap.MADV_DONTDUMP)
         if file is not None:
             keep_memory_from_children(self._map, self._address)
         self._populations: list[Population] = []
-        self._has_huge_pages: bool | None = None  # None until they were asked for
+        self._has_huge_pages: bool | None = None  # None until the metadata was requested
         self._backing = threading.Lock()  # held while ``back`` uses the file
         # Also runs at interpreter exit, so that a forgotten region frees its memory.
         self._keep_s = keep_s
@@ -88,13 +88,13 @@ class Region:
         """Create the shared region ``name``, or join it if a living process has it open.
 
         First removes files that dead processes left in ``directory``, which is on a file system in memory.
-        Each engine on this machine needs its own ``name``. All users of the region must give the same
-        ``contents``, ASCII words: equal sizes do not prove that slots mean the same to them. RegionError if
+        Each engine on this machine needs its own ``name``. All users of the region must pass the same
+        ``contents``, ASCII words, because regions of equal size can have different layouts. RegionError if
         there is no room, a living region of that name has another size or contents, the directory does not
         exist, or ``chunk_bytes`` is not a multiple of the page size.
 
         If ``keep_s`` is above 0, the region of an engine that has ended is taken over if it has this size and
-        contents, and this one is kept that many seconds after its end. ``contents`` begins with a word for
+        contents, and this one is kept that many seconds after its end. The first word of ``contents`` names
         the engine. Regions kept for other engines stay, even if their guards were killed. The metadata begins
         with the trailers of the slots; the rest is zeros. One process of an engine ``is_first``: others wait
         for it.
@@ -132,7 +132,7 @@ class Region:
 
     @staticmethod
     def unnamed(slots: int, chunk_bytes: int, metadata_bytes: int = 0) -> Region:
-        """Make a region that other processes can be handed, by ``fileno``, or raise RegionError."""
+        """Make a region that can be passed to other processes through ``fileno``, or raise RegionError."""
         _require_shape(slots, chunk_bytes)
         file = _locked_file.create_unnamed(slots * chunk_bytes + metadata_bytes)
         return Region._over(file, slots, chunk_bytes, metadata_bytes)
@@ -201,10 +201,10 @@ class Region:
             )
 
     def start_guard(self, *, until_claimed: bool = False) -> None:
-        """Start a process that removes the file when all its users are gone, however they end.
+        """Start a process that removes the file after all its users have ended in any way.
 
         If that fails, it logs a warning, and the next start on this machine removes the file.
-        ``until_claimed``: it ends when another process has claimed the region, which then starts its own.
+        ``until_claimed``: the guard ends when another process claims the region and starts its own guard.
         """
         self._require_open()
         if self._file is None or self._file.path is None or self._guard is not None:
@@ -225,8 +225,8 @@ class Region:
         Every process may do so, more than once: pages keep their content. If memory runs out, or a memory
         limit is near, it logs one error, and the region has fewer usable slots. ``close`` stops it. The
         threads call ``on_ready`` with slots that are usable from now on, and with an empty range when no more
-        will follow, unless the region is closed before. It must not block. ``parts`` has the NUMA nodes to
-        allocate the parts of each slot on; default: the system decides.
+        will follow, unless the region is closed before. It must not block. ``parts`` contains the NUMA node
+        for each part of a slot; by default the system decides.
         """
         mapping = self._require_open()
         population = Population(self.slots, self.chunk_bytes, self._address, self._file, on_ready, parts)
@@ -302,12 +302,12 @@ def _note(contents: str, *, kept: bool) -> bytes:
 
 
 def _guard_orphan(keep_s: float, path: Path, fd: int) -> None:
-    """Start a guard for another engine's file. Its own was killed, as when a container restarts."""
+    """Start a guard for another engine's file, whose own guard was killed, for example with its container."""
     os.close(guard.start(str(path), fd, keep_s))
 
 
 def _allocate(file: LockedFile, offset: int, nbytes: int) -> None:
-    """Allocate memory for a part of the file that is used at once; raise RegionError if there is none."""
+    """Allocate memory for a part of the file that is used at once; raise RegionError if that fails."""
     if nbytes:
         try:
             os.posix_fallocate(file.fd, offset, nbytes)

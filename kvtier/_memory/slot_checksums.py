@@ -43,7 +43,8 @@ class SlotDamage:
 
     key: OffloadKey
     slot: int
-    origin: int | None  # the tier that this load promoted it from; None if it was in the primary tier
+    # The tier that the chunk was promoted from for this load. None if it was in the primary tier.
+    origin: int | None
     fault: Fault
 
     @property
@@ -102,7 +103,7 @@ class SlotChecksums:
     # --- to fill a slot --------------------------------------------------------------------------
 
     def forget(self, slots: Sequence[int], area: int | None = None) -> None:
-        """Clear the checksums of slots, or of one area of each, because they are about to be filled."""
+        """Clear the checksums of slots, or of one area of each, before they are filled."""
         words, areas = self._words, self.areas
         for part in range(areas) if area is None else (area,):
             for place in [slot * areas + part for slot in slots]:
@@ -116,7 +117,7 @@ class SlotChecksums:
                 self.forget(command.slots)
 
     def chosen(self, transfer_id: int, slots: Sequence[int]) -> list[int]:
-        """Return the positions of the slots of a store to audit: the same in every worker."""
+        """Return the positions of the slots of a store to audit, which are equal in every worker."""
         bound = round(self.rate * (_CHECKSUM + 1))  # comparing integers is much faster
         seed = transfer_id * _MIX_ID
         return [at for at, slot in enumerate(slots) if (seed + slot * _MIX_SLOT) & _CHECKSUM < bound]

@@ -1,9 +1,9 @@
-"""A table in shared memory: reports of workers to their scheduler that the engine's messages do not have.
+"""A table in shared memory for workers' reports to their scheduler that the engine's messages lack.
 
-Each worker has a row that it alone writes; the scheduler reads all rows in each step. A row has some numbers,
-then a byte for each slot: a mark if the worker's store did not fill the slot. A worker sets a mark before the
-engine learns that the store has ended, and the scheduler clears the mark when it reads it. The slot is not
-reused before, so they never write a mark at the same time. A number is eight aligned bytes, written at once.
+Each worker writes its own row; the scheduler reads all rows in each step. A row has some numbers, then a byte
+for each slot: a mark if the worker's store did not fill the slot. A worker sets a mark before the engine
+learns that the store has ended, and the scheduler clears the mark when it reads it. The slot is not reused
+before, so they never write a mark at the same time. A number is eight aligned bytes, written at once.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class StatusField(IntEnum):
     LOST = 6  # 1 once the device is lost
     PINNED_BYTES = 7
     PINNING_FAILED = 8  # 1 once nothing more can be pinned
-    NODE = 9  # the NUMA node that the worker's device is at, counted from 1; 0 if unknown
+    NODE = 9  # NUMA node of the worker's device, counted from 1; 0 if unknown
     AUDITED = 10  # chunks
     AUDITS_FAILED = 11  # audited chunks that were damaged
-    STOPPED_MS = 12  # when the worker's shutdown began, on the clock of ``time.monotonic``; 0 before
-    PAGES = 13  # how its attention backends arrange pages, as a number; 0 if still unknown
+    STOPPED_MS = 12  # start of the worker's shutdown on the clock of ``time.monotonic``; 0 before
+    PAGES = 13  # number for the page layout of the worker's attention backends; 0 if still unknown
     OPENED = 14  # 1 once the worker has opened the region
 
 
@@ -110,12 +110,12 @@ class StatusTable:
 
     @property
     def missing(self) -> list[int]:
-        """Ranks of workers that have not opened this region: they see other memory, or are not there yet."""
+        """Ranks of workers that have not opened this region: they see other memory or have not started."""
         return [rank for rank, row in enumerate(self.rows) if not row[StatusField.OPENED]]
 
     @property
     def stopped_s(self) -> float | None:
-        """When the first worker's shutdown began, in seconds of ``time.monotonic``; None before."""
+        """Start of the first worker's shutdown, in seconds of ``time.monotonic``; None before."""
         stopped = [row[StatusField.STOPPED_MS] for row in self.rows if row[StatusField.STOPPED_MS]]
         return min(stopped) / 1000 if stopped else None
 

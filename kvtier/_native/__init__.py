@@ -104,9 +104,9 @@ def _declare(library: ctypes.CDLL, functions: Mapping[str, Sequence[Any]]) -> No
 
 
 def _load_holding() -> ctypes.PyDLL | None:
-    """Load the functions that never wait again, for calls that keep the interpreter lock.
+    """Load the non-blocking functions a second time, for calls that keep the interpreter lock.
 
-    Releasing it for a microsecond means to queue for it again.
+    After releasing it for a microsecond, a thread would have to queue for it again.
     """
     if library is None:
         return None
@@ -138,12 +138,12 @@ def copy_batch(src: int, dst: int, sizes: int, count: int) -> None:
 def copy_batch_async(
     function: int, src: int, dst: int, sizes: int, count: int, stream: int, around: Around = None
 ) -> int:
-    """Give ``count`` copies, as in ``copy_batch``, to a stream of an accelerator.
+    """Enqueue ``count`` copies, as in ``copy_batch``, on a stream of an accelerator.
 
     Args:
         function: address of ``cudaMemcpyAsync``, or of a function with its arguments.
         stream: the stream's handle.
-        around: what to wait for and to record; only with the library.
+        around: events to wait for and to record; only with the library.
 
     Returns:
         0, or the error code of the first call that was refused. Copies before it are running.
@@ -170,14 +170,14 @@ def copy_groups_async(
     stream: int,
     around: Around = None,
 ) -> int:
-    """Give ``count`` copies to a stream of CUDA's, at most ``most`` in a call. The library must be loaded.
+    """Enqueue ``count`` copies on a CUDA stream, at most ``most`` per call. The library must be loaded.
 
     Args:
         function: address of ``cudaMemcpyBatchAsync``.
         tells_failed: whether it has an argument for the index of the copy that failed, as before CUDA 13.
         attributes: address of a ``cudaMemcpyAttributes`` for all copies.
         arrays: ``src``, ``dst`` and ``sizes`` as in ``copy_batch``.
-        around: what to wait for and to record.
+        around: events to wait for and to record.
 
     Returns:
         0, or the error code of the first call that was refused. Copies of earlier calls are running.

@@ -59,7 +59,7 @@ _MAX_NUMBERS: Final = 64
 
 
 def difference(library: ctypes.CDLL) -> str | None:
-    """Return why the library does not fit the structures of this module, or None.
+    """Return why the library does not match the structures of this module, or None.
 
     Raises AttributeError if the library has no table of its structures.
     """

@@ -34,9 +34,9 @@ _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
 def size(value: object) -> int:
-    """Return the bytes that ``value`` means: a whole number, or text such as ``64GiB``.
+    """Return ``value`` in bytes. It is a whole number, or text such as ``64GiB``.
 
-    ``kB``, ``MB`` and so on are powers of 1000, ``KiB``, ``MiB`` and so on of 1024. ValueError if it is no
+    ``kB``, ``MB`` and so on are powers of 1000, ``KiB``, ``MiB`` and so on of 1024. ValueError if it is not a
     size or has more than 63 bits.
     """
     if isinstance(value, bool) or not isinstance(value, int | float | str):
@@ -51,7 +51,7 @@ def size(value: object) -> int:
 
 
 def size_or_share(value: object) -> int | str:
-    """Return bytes as ``size`` does, or text such as ``12%`` as it is, below 100%. ValueError if neither."""
+    """Return bytes as ``size`` does, or unchanged text such as ``12%``, below 100%. Otherwise ValueError."""
     if isinstance(value, str) and (found := _SHARE.fullmatch(value)) and float(found[1]) < 100:
         return value
     try:
@@ -66,7 +66,7 @@ def bytes_of(amount: int | str, whole: int) -> int:
 
 
 def duration(text: str) -> float:
-    """Return the seconds that text such as ``90s``, ``15m``, ``12h`` or ``30d`` means. ValueError if none."""
+    """Return text such as ``90s``, ``15m``, ``12h`` or ``30d`` in seconds. Otherwise ValueError."""
     amount, unit = _amount(text, _SECONDS, "write a duration with a unit: 90s, 15m, 12h or 30d")
     if amount * unit > MOST_SECONDS:
         raise ValueError(f"too long: at most {MOST_SECONDS // 86_400}d, which is 100 years")

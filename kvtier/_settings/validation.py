@@ -135,7 +135,7 @@ def _problem(
     if detail["type"] == _EXPLAINED:
         return detail["msg"]
     if detail["type"] == "extra_forbidden":
-        # No value: it belongs to a setting that is not known, and could be a misspelled secret.
+        # The value is omitted: its setting is unknown, and could be a misspelled secret.
         if (place := places.get(str(loc[-1]))) is not None:
             return f"{path} is in the wrong place: move it {place}"
         names = _fields(_owner(model, loc))
@@ -157,7 +157,7 @@ def _path(where: str, loc: Loc) -> str:
 def _reason(detail: ErrorDetails, secrets: list[str]) -> str:
     text = _IN_WORDS.get(detail["type"], detail["msg"])
     text = text.removeprefix("Value error, ").removeprefix("Assertion failed, ")
-    text = conceal(text, secrets)  # a validator's author may have put the value into the message
+    text = conceal(text, secrets)  # The validator's author may have put the value into the message.
     return text[:1].lower() + text[1:]
 
 

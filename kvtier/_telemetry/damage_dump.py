@@ -1,6 +1,7 @@
-"""Dumps of damaged chunks, in files for whoever looks for the cause.
+"""Dumps of damaged chunks, in files for the search for the cause.
 
-Their number is bounded: the first ones say as much as the next thousand. Their directory is private.
+Their number is bounded, because the first dumps show as much as the next thousand. Their directory is
+private.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ _log_limit = LogLimit(_LOG_EVERY_S)
 
 
 def write(what: str, facts: Mapping[str, object], **contents: bytes | memoryview) -> None:
-    """Write facts and bytes to files, all or none of them, and log where, or why not.
+    """Write facts and bytes to files, all or none of them, and log the place or the failure.
 
-    ``what`` was found, in one sentence; ``contents`` are the bytes to compare, of equal length.
+    ``what`` describes the damage in one sentence; ``contents`` are the bytes to compare, of equal length.
     """
     name = f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}-{next(_numbers)}"
     text = json.dumps({"what": what, **facts}, indent=2)

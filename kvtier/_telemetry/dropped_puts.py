@@ -15,14 +15,16 @@ _UNANSWERED, _KEPT = "unanswered", ""
 def warn_not_written(
     logger: GuardedLogger, tier: str, what: str, reasons: Mapping[str, int], late: str = ""
 ) -> None:
-    """Log that chunks are lost to the next engine, and why."""
+    """Log that chunks are missing for the next engine, and why."""
     why = ", ".join(f"{reason}: {count}" for reason, count in sorted(reasons.items()))
     text = "tier %s: %s were not written (%s)%s: the next engine does not find them"
     logger.warning(text, tier, what, why, late)
 
 
 class DroppedPuts:
-    """The puts in flight when a shutdown begins: logged then, for it may be killed, and at its end.
+    """The puts in flight at the start of a shutdown.
+
+    They are logged then, because it may be killed, and at its end.
 
     ``counts`` returns counts of the core that are not cleared meanwhile.
     """
@@ -48,7 +50,7 @@ class DroppedPuts:
             )
 
     def warn(self) -> None:
-        """Log for each tier how many chunks were not written, and why: those too that are put meanwhile."""
+        """Log for each tier how many chunks were not written, and why, including chunks put meanwhile."""
         ended = self._count_ended()
         ended.subtract(self._before)
         for tier, left in self._count_in_flight().items():
@@ -66,7 +68,7 @@ class DroppedPuts:
         return {status.name: status.backlog for status in self._core.shared.tiers if status.backlog}
 
     def _count_ended(self) -> Counter[tuple[str, str]]:
-        """Return how many chunks were put, and how many were not for each reason, by tier."""
+        """Return, by tier, how many chunks were put, and how many were not for each reason."""
         ended: Counter[tuple[str, str]] = Counter()
         for (what, *labels), count in self._counts().items():
             if what in ("put", "put_failed"):

@@ -24,35 +24,36 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """How far a request's prefix was found, and why it ended there. The line has the same field names."""
 
     request: str  # the engine's id
-    tokens: dict[str, _Tokens]  # loaded, by tier; "cpu" is the primary tier
+    tokens: dict[str, _Tokens]  # tokens loaded, by tier; "cpu" is the primary tier
     # Tokens at the prompt's front that need no computing, the engine's own cache included. None if the engine
     # looked up no chunk, or does not say where in the prompt.
     prefix_end: _Tokens | None
-    reason: str | None  # why it ended there, in a word of ``kvtier_misses``; None if nothing was missing
-    tiers: dict[str, str]  # why each tier that was considered did not give the chunk at its end
+    # why the prefix ended there, as a word of ``kvtier_misses``; None if nothing was missing
+    reason: str | None
+    tiers: dict[str, str]  # for each considered tier, why it did not return the chunk at the prefix's end
     waited_s: Annotated[float, msgspec.Meta(ge=0)]  # for secondary tiers
     hints: list[str] = []  # its client's actions, each with its outcome
 
 
 class DamagedLine(msgspec.Struct, frozen=True):
-    """A line that has the prefix, and no explanation that can be read behind it."""
+    """A line with the prefix that is not followed by a readable explanation."""
 
     problem: str
 
 
 _BEGIN = PREFIX + "{"
 _decoder = msgspec.json.Decoder(Explanation)
-_json = json.JSONDecoder()  # says where a value ends
+_json = json.JSONDecoder()  # marks the end of a value
 
 
 def write(explanation: Explanation) -> None:
-    # In ASCII: a request's id may hold what the log's encoding lacks, or half of a character.
+    # In ASCII, because a request's id may contain characters that the log's encoding lacks, or half of one.
     request = explanation.request.encode(errors="replace").decode()
     fields = msgspec.to_builtins(msgspec.structs.replace(explanation, request=request))
     line = f"{PREFIX}{json.dumps(fields)}"
     if logger.hasHandlers():
         logger.info("%s", line)
-    elif logger.isEnabledFor(logging.INFO):  # no handler is configured: Python would drop it
+    elif logger.isEnabledFor(logging.INFO):  # no handler is configured, so Python would drop the line
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(message)s"))
         handler.handle(logger.logger.makeRecord(logger.name, logging.INFO, __file__, 0, line, (), None))
@@ -75,13 +76,14 @@ def read(lines: Iterable[bytes]) -> Iterator[Explanation | DamagedLine | None]:
 
 
 def _found_in(line: str) -> Explanation | DamagedLine | None:
-    """Return the first explanation in a line that can be read."""
+    """Return the first readable explanation in a line."""
     problem, may_be_escaped = None, True
     start = line.find(_BEGIN)
     while start >= 0:
         text = line[start + len(PREFIX) :]
-        is_escaped = text.startswith('{\\"')  # in a log whose lines are JSON themselves
-        may_be_escaped = may_be_escaped and not text.startswith('{"')  # then it is part of a request's id
+        is_escaped = text.startswith('{\\"')  # in a log whose lines are JSON
+        # then the prefix is part of a request's id
+        may_be_escaped = may_be_escaped and not text.startswith('{"')
         try:
             if may_be_escaped or not is_escaped:
                 text = _json.raw_decode('"' + text)[0] if is_escaped else text

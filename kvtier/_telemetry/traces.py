@@ -1,4 +1,4 @@
-"""Spans of lookups, loads, promotions and puts, through OpenTelemetry's API where that is installed.
+"""Spans of lookups, loads, promotions and puts, through OpenTelemetry's API if it is installed.
 
 They go to the process's tracer provider, which the program configures: vLLM by ``otlp_traces_endpoint``.
 """
@@ -38,7 +38,7 @@ def open_traces(shared: SharedState) -> Traces | None:
         if isinstance(provider, trace.ProxyTracerProvider | trace.NoOpTracerProvider):
             return None
         return Traces(provider.get_tracer("kvtier"), shared)
-    except Exception as error:  # a name that is not installed raises a bare StopIteration
+    except Exception as error:  # Raises a bare StopIteration for a name that is not installed.
         logger.warning(
             "tracing disabled: OpenTelemetry's tracer provider cannot be used (%r); set "
             "OTEL_PYTHON_TRACER_PROVIDER to one that is installed, or unset it",
@@ -58,7 +58,7 @@ class Traces:
         self._has_failed = False
 
     def submitted(self, commands: Iterable[Command], request: str = "") -> None:
-        """Begin the spans of gets, for the requests that wait for them, and of puts, for ``request``."""
+        """Start the spans of gets, for the requests that wait for them, and of puts, for ``request``."""
         with self._guarded():
             for command in commands:
                 if isinstance(command, Get | Put) and (transfer := self._shared.transfers.get(command.id)):
@@ -92,7 +92,7 @@ class Traces:
                 _end(span, is_failed=is_failed)
 
     def looked_up(self, attributes: dict[str, Any], seconds: float, *, is_explained: bool) -> None:
-        """Make the span of a request's lookups, which end now; with an event as for a line in the log."""
+        """Make the span of a request's lookups, which end now, with the explanation as an event."""
         with self._guarded():
             now_ns = time.time_ns()
             span = self._tracer.start_span(
@@ -111,7 +111,7 @@ class Traces:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Log the first exception of the tracer provider, and let none reach the engine's thread."""
+        """Log the first exception of the tracer provider. No exception may reach the engine's thread."""
         try:
             yield
         except Exception as error:
@@ -120,7 +120,7 @@ class Traces:
                 logger.warning("the tracer provider failed, spans are lost: %r", error)
 
     def _begin(self, name: str, requests: Sequence[str], chunks: int) -> Span:
-        """Start a span for requests; the first of several stands for all in vLLM's attribute."""
+        """Start a span for requests. In vLLM's attribute, the first of several represents all."""
         attributes: dict[str, Any] = {"kvtier.chunks": chunks}
         if named := [request for request in requests if request][:_MOST_REQUESTS]:
             attributes |= {REQUEST: named[0], "kvtier.requests": named}

@@ -82,16 +82,16 @@ def run_of(keys: Sequence[OffloadKey], time: int) -> Run:
 class AgedKeys:
     """A set of keys in the order of the last use of their runs.
 
-    The order is a heap of times. It is mended when a run is about to leave that was used since: so neither a
-    use of a run nor a key that is added late costs more than an entry.
+    The order is a heap of times. It is corrected only when a run is about to leave that was used meanwhile.
+    So a use of a run or a late key costs no more than an entry.
     """
 
     __slots__ = ("_ages", "_homes", "_parts")
 
     def __init__(self) -> None:
-        self._homes: dict[OffloadKey, int] = {}  # numbers of runs: they cost the garbage collector nothing
+        self._homes: dict[OffloadKey, int] = {}  # run numbers, which cost the garbage collector nothing
         self._parts: dict[int, PartOfRun] = {}
-        self._ages: list[tuple[int, int]] = []  # a heap of times and numbers; of some runs no part is left
+        self._ages: list[tuple[int, int]] = []  # a heap of times and numbers; some runs have no part left
 
     def add(self, run: Run, keys: Sequence[OffloadKey]) -> None:
         """Add keys of a run, in the order of the prompt; none of them may be present."""
@@ -110,7 +110,7 @@ class AgedKeys:
             homes[key] = number
 
     def remove(self, keys: Iterable[OffloadKey]) -> None:
-        """Remove keys; each of them is present."""
+        """Remove keys, all of which must be present."""
         for number, those in groupby(keys, self._homes.pop):
             left = self._parts[number].keys
             for key in those:
@@ -119,7 +119,7 @@ class AgedKeys:
                 del self._parts[number]
 
     def oldest(self) -> Run:
-        """Return the run that was used least recently; there is a key."""
+        """Return the least recently used run. There must be a key."""
         ages, parts = self._ages, self._parts
         while (part := parts.get(ages[0][1])) is None or part.run.time > ages[0][0]:
             if part is None:

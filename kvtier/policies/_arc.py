@@ -1,8 +1,8 @@
 """Adaptive replacement: recency and reuse share the room, shifted by chunks that were evicted too soon.
 
 The algorithm is Megiddo's and Modha's "ARC: A Self-Tuning, Low Overhead Replacement Cache" (FAST 2003), with
-two changes that pins need: pinned chunks stand outside of both lists and remember theirs, and eviction is
-asked for in batches, ahead of the insertions.
+two changes that pins need: pinned chunks are outside of both lists and remember their list, and evictions are
+requested in batches, ahead of the insertions.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class ARC(EvictionPolicy):
         self._ghosts_frequent: _Ghosts = {}
         self._pinned: dict[OffloadKey, AgedKeys] = {}
         self._now = 0
-        self._target = 0.0  # how many chunks _recent should have
+        self._target = 0.0  # target number of chunks in _recent
 
     @property
     def target_share(self) -> float:
-        """Share of the slots that chunks seen once should have."""
+        """Target share of the slots for chunks seen once."""
         return self._target / self.capacity if self.capacity else 0.0
 
     def add(self, keys: Sequence[OffloadKey], *, used: bool) -> None:

@@ -20,11 +20,11 @@ from kvtier.policies._reuse import CLASSES, ReuseModel
 
 _LHD, _ARC, _LRU = range(3)
 
-_LEAST_SLOTS = 1024  # simulated caches have at least as many; smaller ones prove little
-_LEAST_SAMPLED = 4  # of 256 keys: 1 in 64
-_SLACK = 64  # a 64th of the slots is made free at once, since each call costs more than a key
+_LEAST_SLOTS = 1024  # Minimum number of slots of simulated caches, because smaller caches prove little.
+_LEAST_SAMPLED = 4  # out of 256 keys, that is 1 in 64
+_SLACK = 64  # A 64th of the slots is freed at once, because a call costs more than a key.
 _REVIEW_USES = 32
-_HALF_LIFE = 4.0  # after so many capacities of uses a hit counts half
+_HALF_LIFE = 4.0  # number of capacities of uses after which a hit counts half
 _MARGIN = 0.01
 _NOISE = 4.0  # hits
 
@@ -45,7 +45,7 @@ class _Follower(LHD):
 
 
 class _Contest:
-    """A cache of each rule, of as many slots as the sample has of the keys."""
+    """A cache for each rule, with the sample's share of the slots."""
 
     def __init__(self, capacity: int, model: ReuseModel) -> None:
         self.chosen = _LHD  # the rule to follow
@@ -56,14 +56,15 @@ class _Contest:
         self._hits = [0.0] * len(self._policies)
         self._uses = 0
         self._run: Run | None = None  # the last one
-        self._is_whole = [True] * len(self._policies)  # each cache has had all of that run so far
+        # All keys of that run so far were already looked up in each cache.
+        self._is_whole = [True] * len(self._policies)
 
     def sample(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         bound = self._bound
         return [key for key in keys if key[-5] < bound]
 
     def use(self, run: Run, keys: Sequence[OffloadKey], *, is_use: bool) -> None:
-        """Ask each cache for keys of a run, and store what it lacks."""
+        """Look up keys of a run in each cache, and store the missing ones."""
         if run is not self._run:
             self._run, self._is_whole = run, [True] * len(self._policies)
         for index, policy in enumerate(self._policies):
@@ -97,7 +98,8 @@ class _Contest:
 class Auto(LHD):
     """LHD, ARC or LRU, whichever hits most in a simulation on a sample of the keys."""
 
-    _contest: _Contest | None = None  # made when it is needed: memory comes in many pieces, each a resize
+    # Created when needed, because memory arrives in many pieces, each of which is a resize.
+    _contest: _Contest | None = None
 
     def resize(self, capacity: int) -> None:
         super().resize(capacity)
@@ -111,7 +113,7 @@ class Auto(LHD):
         contest = self._contest = self._contest or _Contest(self.capacity, self._model)
         sampled = contest.sample(keys)
         if sampled:
-            # A chunk that comes back unread from a put was counted when it was stored.
+            # A chunk that returns unread from a put was counted when it was stored.
             contest.use(run, sampled, is_use=used or sampled[0] not in self._pinned)
         super().add_run(run, keys, used=used)
 

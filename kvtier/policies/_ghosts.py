@@ -9,17 +9,17 @@ from kvtier.keys import OffloadKey
 RECORD_BITS = 48
 _RECORD = (1 << RECORD_BITS) - 1
 _TAG = 0xFFFF
-_GROUP_BITS = 32  # the end of a key, behind its hash
+_GROUP_BITS = 32  # the end of a key, after its hash
 _SEGMENT_BITS = 14
 _SEGMENT = 1 << _SEGMENT_BITS
-_KEY_BYTES = 12  # the group, and as many bytes of the hash as make keys differ
+_KEY_BYTES = 12  # The group, and as many bytes of the hash as make keys distinct.
 
 
 class Ghosts:
-    """A direct-mapped table: a key has one place, and the next key of that place overwrites it.
+    """A direct-mapped table: each key has one place, and the next key for that place overwrites it.
 
-    So forgetting is free, where trimming a dict of a million keys takes 50 ms in one call. A key that was
-    never remembered is mistaken for another once in 65,536 times. Segments are made at their first write.
+    So forgetting is free, while trimming a dict of a million keys takes 50 ms in one call. One in 65,536 keys
+    that were never remembered is mistaken for another key. Segments are made at their first write.
     """
 
     __slots__ = ("_places", "_segments")
@@ -29,7 +29,7 @@ class Ghosts:
         self._segments: list[array[int] | None] = [None]
 
     def resize(self, places: int) -> None:
-        """Set the number of keys that there is room for; forget all if it changes."""
+        """Set the number of places for keys; forget all keys if it changes."""
         if places | 1 != self._places:
             self._places = places | 1
             self.clear()

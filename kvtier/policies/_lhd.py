@@ -15,15 +15,15 @@ from kvtier.policies._base import EvictionPolicy, Run
 from kvtier.policies._ghosts import RECORD_BITS, Ghosts
 from kvtier.policies._reuse import CLASS_OF_USES, CLASSES, MAX_USES, UNITS, ReuseModel
 
-_GHOSTS = 8  # remembered for each slot
+_GHOSTS = 8  # ghosts remembered for each slot
 _UPDATE_UNITS = 2.0
-_UPDATE_USES = 256  # at least: an update takes 0.3 ms
-_SHARDS = 64  # one dict of all keys would take 50 ms to grow, in one call
+_UPDATE_USES = 256  # minimum number of uses between updates, because an update takes 0.3 ms
+_SHARDS = 64  # Split, because a single dict of all keys would take 50 ms to grow in one call.
 
 
 _TIME_BITS = RECORD_BITS - MAX_USES.bit_length() - 1
 TIME = (1 << _TIME_BITS) - 1
-_SOON = TIME + 1  # the bit of a record above its time
+_SOON = TIME + 1  # the bit of a record above its time bits
 _USES_BITS = _TIME_BITS + 1
 _SOON_CAPACITIES = 2.0  # of uses
 
@@ -41,8 +41,8 @@ class Part(PartOfRun):
         super().__init__(run)
         self.number = number
         self.record = record
-        self.held = 0  # of the ring's own part: the keys of all its parts
-        self.next: Part | None = None  # of the same run
+        self.held = 0  # In the ring's own part: the number of keys in all parts.
+        self.next: Part | None = None  # parts of the same run
         self.older = self.newer = self.ring = self
 
     def link(self, ring: Part) -> None:
@@ -80,20 +80,21 @@ class LHD(EvictionPolicy):
         self._ghosts.resize(capacity * _GHOSTS)
 
     def _set_pace(self, capacity: int) -> None:
-        """Set how many uses of chunks are a unit of age, and how many are soon."""
+        """Set the number of uses in a unit of age, and the number of uses that count as soon."""
         self._unit = max(1.0, capacity / UNITS)
         self._soon = _SOON_CAPACITIES * capacity
 
     def clear(self) -> None:
         self._ghosts.clear()
         self._model = ReuseModel()
-        self._now = self._updated = self._count = 0  # time is counted in uses of chunks
+        self._now = self._updated = self._count = 0  # time is the number of uses of chunks
         # Numbers of parts by key: a dict of bytes and integers costs the garbage collector nothing.
         self._homes: list[dict[OffloadKey, int]] = [{} for _ in range(_SHARDS)]
         self._parts: dict[int, Part] = {}
         self._of_runs: dict[int, Part] = {}  # the first part of each run
         self._made = 0
-        self._pinned: dict[OffloadKey, int] = {}  # records: a part would keep its neighbours alive
+        # Records instead of parts, because a part would keep its neighbours alive.
+        self._pinned: dict[OffloadKey, int] = {}
         # By number of uses; of those whose last use came late first. LHD makes no difference between the two.
         self._rings = [Part(Run(), 0) for _ in range(2 * CLASSES)]
 
@@ -159,7 +160,7 @@ class LHD(EvictionPolicy):
             homes[key[-5] % _SHARDS][key] = number
 
     def _refresh(self, part: Part) -> bool:
-        """Move a part whose run was used since to its place; return whether it was."""
+        """Move a part to its place if its run was used meanwhile; return whether it was."""
         is_old = part.run.time > part.record & TIME
         if is_old:
             part.unlink()
@@ -199,14 +200,14 @@ class LHD(EvictionPolicy):
         return evicted
 
     def _learn(self) -> None:
-        """Update the densities if enough has been noted since they were updated last."""
+        """Update the densities if enough uses were recorded since the last update."""
         elapsed = self._now - self._updated
         if elapsed >= max(_UPDATE_UNITS * self._unit, _UPDATE_USES):
             self._model.update(elapsed / self._unit, elapsed / self._unit / UNITS)
             self._updated = self._now
 
     def _choose(self) -> Part:
-        """Return the part to evict from: of each class the oldest and the newest one are considered."""
+        """Return the part to evict from. The candidates are the oldest and the newest part of each class."""
         density, bin_of, now, unit = self._model.density, self._model.bin_of, self._now, self._unit
         least, chosen = 0.0, None
         for ring, densities in zip(self._rings, density * 2, strict=True):
@@ -220,7 +221,7 @@ class LHD(EvictionPolicy):
         return chosen
 
     def _oldest(self, ring: Part) -> Part:
-        """Return the oldest part of a ring; if it has none, the ring's own."""
+        """Return the oldest part of a ring, or the ring's own part if it has none."""
         while (oldest := ring.newer) is not ring and self._refresh(oldest):
             pass
         return oldest

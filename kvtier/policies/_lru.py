@@ -1,4 +1,4 @@
-"""Least recently used goes first; of chunks that one request used, the tail of the prompt goes first."""
+"""Evicts the least recently used chunks first, and among chunks of one request the prompt's tail."""
 
 from __future__ import annotations
 

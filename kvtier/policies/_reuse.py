@@ -14,7 +14,7 @@ UNITS = 25
 """Units of age in the time of as many uses of chunks as there are slots."""
 
 _BINS = 32
-_FACTOR = 1.4  # ratio of the ages at which successive bins end; the first one ends at 1 unit
+_FACTOR = 1.4  # Ratio of the ends of successive bins of age. The first bin ends at 1 unit.
 _LOG_FACTOR = log(_FACTOR)
 _HALF_LIFE = 70.0  # in capacities
 _CONFIDENCE = 100.0  # uses of a class after which its own shape weighs as much as the shape of all
@@ -29,8 +29,8 @@ class ReuseModel:
     """
 
     def __init__(self, priors: Sequence[float] = _PRIOR, bins: int = _BINS) -> None:
-        self.used = [0] * len(priors)  # chunks that were used since the last ``update``
-        self.reused = [[0.0] * bins for _ in priors]  # chunks used again, by their age then
+        self.used = [0] * len(priors)  # chunks used since the last ``update``
+        self.reused = [[0.0] * bins for _ in priors]  # chunks used again, by their age at that time
         self.density = [[prior / _FACTOR**bin_ for bin_ in range(bins)] for prior in priors]
         self._reached = [[0.0] * bins for _ in priors]  # uses that were so long ago, or longer
         self._pending = [[0.0] * bins for _ in priors]  # uses that were so long ago
@@ -41,7 +41,7 @@ class ReuseModel:
         return min(len(self._widths) - 1, 1 + int(log(units) / _LOG_FACTOR)) if units >= 1.0 else 0
 
     def update(self, units: float, capacities: float) -> None:
-        """Update the densities by the uses noted in the last ``units`` units of time.
+        """Update the densities with the uses recorded in the last ``units`` units of time.
 
         ``capacities`` is the number of uses meanwhile, as a multiple of the number of slots.
         """
