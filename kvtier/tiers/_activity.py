@@ -7,20 +7,20 @@ import anyio
 from kvtier.tiers._base import Usage
 from kvtier.tiers._supervisor import AnyTier
 
-_MOST_BYTES = 2**63 - 1  # a message has no room for more
+_MOST_BYTES = 2**63 - 1  # upper bound of a number in a message
 
 
 class ConcurrencyLimit:
-    """Limits the commands of one kind that run at once. A command waits for its turn when it enters."""
+    """Limits the number of commands of one kind that run at once. A command waits for its turn on entry."""
 
     def __init__(self, width: int) -> None:
-        self.submitted = 0  # commands that have not ended
-        self.running = 0  # commands that have entered
+        self.submitted = 0  # number of commands that have not ended
+        self.running = 0  # number of commands that have entered
         self._semaphore = anyio.Semaphore(width)
 
     @property
     def waiting(self) -> int:
-        """Number of commands that wait for their turn. Any thread may read it."""
+        """Number of commands waiting for their turn. Any thread may read it."""
         return max(0, self.submitted - self.running)
 
     async def __aenter__(self) -> None:

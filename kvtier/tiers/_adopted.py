@@ -1,4 +1,4 @@
-"""The chunks that stay in host memory when their engine ends, as a tier of the next one.
+"""The chunks that stay in host memory when their engine ends, as a tier of the next engine.
 
 A put writes the trailer of a chunk next to the slots. A get verifies the bytes that a slot already holds.
 Nothing is copied. No other tier knows the primary tier's memory.
@@ -25,7 +25,8 @@ from kvtier.tiers._waiting import in_thread
 logger = GuardedLogger("kvtier.executor")
 
 _BURST_BYTES = 32 * 2**20  # a few milliseconds of one core
-_REST, _REST_IF_BUSY = 1, 7  # times as long as the burst: half of a core, and an eighth
+# pause as a multiple of the burst: half of a core, or an eighth while tiers are busy
+_REST, _REST_IF_BUSY = 1, 7
 
 ADOPTED = "adopted"
 """The tier's name and type. ``keep_host_memory_s`` makes it; no user names it."""
@@ -48,7 +49,7 @@ class AdoptedTier(SecondaryTier[AdoptedConfig]):
     medium = "memory"
 
     def known(self, keys: Sequence[OffloadKey]) -> Sequence[Knowledge]:
-        """Return that all keys are present: no others are asked for."""
+        """Return that all keys are present, because no other keys are looked up."""
         return (Knowledge.PRESENT,) * len(keys)
 
     async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
@@ -69,15 +70,15 @@ class AdoptedTier(SecondaryTier[AdoptedConfig]):
         return Outcome.all(Status.OK, len(batch))
 
     async def discard(self, keys: Sequence[OffloadKey]) -> None:
-        """Keep the trailers: the scheduler voids them when it fills the slots."""
+        """Keep the trailers, because the scheduler voids them when it fills the slots."""
 
     async def reset(self) -> None:
-        """Do nothing: the scheduler has voided all trailers before."""
+        """Do nothing, because the scheduler has already voided all trailers."""
 
 
 async def verify_adopted(memory: SlotMemory, digest: bytes, is_busy: Callable[[], bool]) -> None:
     """Verify adopted chunks within a share of one core, which is smaller while tiers are busy."""
-    alone = anyio.CapacityLimiter(1)  # other work of the tiers never waits for this thread
+    alone = anyio.CapacityLimiter(1)  # other work of the tiers must never wait for this thread
     count, burst = 0, max(1, _BURST_BYTES // memory.chunk_bytes)
     try:
         trailers: SlotTrailers = memory.trailers  # type: ignore[attr-defined]

@@ -47,7 +47,7 @@ class Status(IntEnum):
         ABSENT: get: the tier does not have the chunk.
         CORRUPT: get: the stored bytes are damaged. If the tier ``verifies``, it has set them aside.
         REFUSED: put: the tier has no room.
-        FAILED: the backend failed; ``Outcome.reasons`` says why.
+        FAILED: the backend failed; ``Outcome.reasons`` contains the reason.
     """
 
     OK = 0
@@ -251,24 +251,24 @@ class TierConfig(Settings):
         return ()
 
     def peer_address(self) -> str | None:
-        """Return where other engines read from this tier, as their settings spell it; None if none can.
+        """Return this tier's address for other engines, as their settings spell it; None if it has none.
 
         A prefill engine sends it to the decode engine, whose tier gets it in ``contains_at``.
         """
         return None
 
     def peer_addresses(self) -> Sequence[str]:
-        """Return where this tier may ask for chunks of other engines, as its settings spell it."""
+        """Return the addresses of other engines' tiers that this tier may ask, as its settings spell them."""
         return ()
 
 
 def ignore(*details: object) -> None:
-    """Do nothing: a callback for callers that need none."""
+    """Do nothing. This is a callback for callers that need none."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierContext:
-    """The facts that ``open`` gives to a tier.
+    """The facts that kvtier passes to a tier's ``open``.
 
     Attributes:
         name: the tier's name in logs and metrics.

@@ -62,7 +62,7 @@ def words_of(error: BaseException, settings: BaseModel) -> str:
     """Return a tier's error as text, without secrets: client libraries may repeat those in the settings."""
     try:
         text = str(error)
-    except BaseException as second:  # from the __str__ of a plug-in's own class
+    except BaseException as second:  # may come from the __str__ of a plug-in's own class
         require_fault(second)
         text = "the error has no text: its own conversion to text failed"
     return hide(text if isinstance(error, KVTierError) else f"{type(error).__name__}: {text}", settings)

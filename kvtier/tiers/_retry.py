@@ -26,14 +26,14 @@ class Progress:
     def __init__(self, verb: str, deadline_s: float, clock: LoopClock) -> None:
         self.verb = verb
         self.deadline_s = deadline_s  # on ``clock``
-        self.limit: asyncio.Timeout | None = None  # cancels the command once, at its deadline
+        self.limit: asyncio.Timeout | None = None  # cancels the command, once, at its deadline
         self._clock = clock
         self._blocks = clock.blocks
         self.has_begun = False  # whether it has left the queue
-        self.seconds = 0.0  # in the tier's puts and gets, all attempts
-        self.lookup_s = 0.0  # in the tier's lookups
+        self.seconds = 0.0  # seconds in the tier's puts and gets, all attempts together
+        self.lookup_s = 0.0  # seconds in the tier's lookups
         self.answered = TransferHealth.NONE
-        self.retry = ""  # its result, or why there was none
+        self.retry = ""  # result of the retry, or the reason why there was none
 
     @property
     def health(self) -> TransferHealth:

@@ -56,7 +56,7 @@ Post = Callable[[Event], None]
 _USAGE_EVERY_S = 1.0
 _MOST_TOUCHED = 16_384
 _LOG_EVERY_S = 60.0
-_REREAD_SHARE = 0.25  # share of the deadline: all chunks of the get wait for it
+_REREAD_SHARE = 0.25  # Share of the deadline, because all chunks of the get wait for it.
 
 
 class TierRunner:
@@ -166,7 +166,7 @@ class TierRunner:
         """Note that chunks were used; return whether the caller must start ``send_touched``."""
         if type(self._tier).touch is SecondaryTier.touch:
             return False  # the tier does not track recency
-        if len(self._touched) < _MOST_TOUCHED:  # else the tier is too slow for all of them
+        if len(self._touched) < _MOST_TOUCHED:  # otherwise the tier is too slow for all keys
             self._touched.update(dict.fromkeys(keys))
         start, self._is_sending_touches = not self._is_sending_touches, True
         return start
@@ -215,11 +215,11 @@ class TierRunner:
         self._require_usable(epoch)
         if not await self._integrity.are_slots_intact(command):
             raise _NotBegunError("audit")
-        self._require_usable(epoch)  # it may have changed meanwhile
+        self._require_usable(epoch)  # the epoch may have changed meanwhile
         batch = Batch(command.keys, command.slots, self._memory, is_put=True)
         if not self._tier.verifies:
             await self._integrity.seal(batch)
-            self._require_usable(epoch)  # else the tier would put it into the new epoch
+            self._require_usable(epoch)  # Otherwise the tier would put it into the new epoch.
         outcome = await self._attempts(self._put_once, batch, epoch, progress)
         return [status == Status.OK for status in outcome.statuses], outcome
 
@@ -244,7 +244,7 @@ class TierRunner:
 
     async def _put_once(self, batch: Batch) -> Outcome:
         outcome = await self._tier.put(batch)
-        if Status.ABSENT in outcome.statuses:  # it would be neither put nor failed
+        if Status.ABSENT in outcome.statuses:  # the chunk would be neither put nor failed
             raise TierError("put() answered ABSENT")
         return self._warn_of("put", self._complete(outcome, len(batch)))
 
@@ -263,7 +263,7 @@ class TierRunner:
             first, found, why = damaged[index], damaged[index][0], "sound when read again"
             statuses[index] = Status.OK if second is Status.OK else Status.CORRUPT
             if second is not Status.OK:
-                counts[found] += outcome.statuses[index] == Status.OK  # else the tier counted it
+                counts[found] += outcome.statuses[index] == Status.OK  # otherwise the tier counted it
             if second not in (Status.OK, Status.ABSENT):
                 why = self._suspects.discard_or_skip(key, is_confirmed=first == second, now_s=self._now_s())
                 discarded += [] if why else [key]
@@ -286,7 +286,7 @@ class TierRunner:
         return [damaged.get(index, status) for index, status in enumerate(outcome.statuses)]
 
     async def _find(self, command: Get, epoch: Epoch, progress: Progress) -> list[bool]:
-        keys, addresses = tuple(command.keys), command.addresses  # a tier cannot change them
+        keys, addresses = tuple(command.keys), command.addresses  # copies, which a tier cannot change
         known = self._tier.known(keys)
         found = [knowledge == Knowledge.PRESENT for knowledge in known]
         unknown = [index for index, knowledge in enumerate(known) if knowledge == Knowledge.UNKNOWN]
@@ -334,7 +334,7 @@ class TierRunner:
         outcome = await self._attempt(act, batch, progress)
         failed = self._retries.failed(outcome)
         if failed and await self._retries.pause(progress, progress.seconds):
-            self._require_usable(epoch)  # else it would put an old chunk after a reset
+            self._require_usable(epoch)  # Otherwise it would put an old chunk after a reset.
             second = await self._attempt(act, batch.part(failed), progress)
             progress.retry = "helped" if progress.health_of(second) is TransferHealth.GOOD else "failed"
             outcome = self._complete(self._retries.joined(outcome, failed, second), len(batch))
@@ -357,7 +357,7 @@ class TierRunner:
         statuses = tuple(outcome.statuses)
         if len(statuses) != count:
             raise TierError(f"the outcome has {len(statuses)} statuses for {count} chunks")
-        if any(type(status) is not Status for status in statuses):  # False would be OK
+        if any(type(status) is not Status for status in statuses):  # False would compare equal to OK
             raise TierError(f"the statuses {statuses!r:.200} are not all of kvtier.tiers.Status")
         failed = sum(status not in (Status.OK, Status.ABSENT) for status in statuses)
         return Outcome(statuses, reasons.bounded(outcome.reasons, self._reasons, failed))
@@ -394,7 +394,7 @@ class TierRunner:
         verb, word = progress.verb, reason_of(error)
         self._warn(f"{verb} {word}", f"{verb} of {len(keys)} chunks failed: {self._words(error)}")
         outcome = Outcome.all(Status.FAILED, len(keys), word)
-        return self._complete(outcome, len(keys))  # a failed lookup may have any word
+        return self._complete(outcome, len(keys))  # a failed lookup may have any reason
 
     def _words(self, error: BaseException) -> str:
         return words_of(error, self._tier.config)
@@ -409,4 +409,4 @@ class TierRunner:
 
 
 class _NotBegunError(Exception):
-    """A command did not start; the text is the reason to count."""
+    """A command did not start. The text is the reason to count."""

@@ -33,7 +33,7 @@ class NamedTier:
     def __init__(self, name: str, make: Callable[[], AnyTier]) -> None:
         self.name = name
         self.make = make
-        self.tier = make()  # the first one, not opened yet
+        self.tier = make()  # the first object, not opened yet
 
 
 class Epoch:
@@ -153,7 +153,7 @@ class TierSupervisor:
             except _StepError as error:
                 self._restart_reason = str(error)
                 raise
-            self._is_reset = self.epoch is epoch  # else another reset was requested meanwhile
+            self._is_reset = self.epoch is epoch  # otherwise another reset was requested meanwhile
         self.epoch.settled.set()
 
     async def _open(self, context: TierContext) -> None:

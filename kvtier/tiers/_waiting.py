@@ -51,12 +51,12 @@ async def wait_for_end(
         cancelled = error
     if on_cancel is not None:
         on_cancel()
-    with anyio.CancelScope(shield=True):  # or anyio cancels again at each turn of the loop
+    with anyio.CancelScope(shield=True):  # Otherwise anyio would cancel again at each turn of the loop.
         while not future.done():
             with suppress(asyncio.CancelledError):
                 await asyncio.wait((future,))
     if not future.cancelled():
-        future.exception()  # else asyncio logs that it was never retrieved
+        future.exception()  # Otherwise asyncio would log that it was never retrieved.
     return cancelled
 
 

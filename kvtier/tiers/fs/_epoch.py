@@ -68,7 +68,7 @@ class OpenEpoch:
 
     def forget(self, gone: Sequence[OffloadKey]) -> None:
         if gone:
-            self._gone.extend(gone)  # first: a listing in progress may add them again
+            self._gone.extend(gone)  # First, because a listing in progress may add them again.
             self.index.discard(gone)
 
     def list(self, stop: StopFlag) -> None:
@@ -92,9 +92,9 @@ class OpenEpoch:
                 unread.append(error)
                 continue
             index.add_listed(marks)
-            index.discard(tuple(self._gone))  # left since the listing
+            index.discard(tuple(self._gone))  # chunks that were removed since the listing
             if len(marks) > _MANY_MARKS:
-                time.sleep(_BREATH_S)  # leaves the interpreter to the engine
+                time.sleep(_BREATH_S)  # yields the interpreter lock to the engine
         self.index, self.listed = index, len(index)
         if unread:
             raise OSError(unread[0].errno, f"{len(unread)} directories cannot be read", unread[0].filename)

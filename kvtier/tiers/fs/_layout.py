@@ -67,7 +67,7 @@ def file_system_of(fd: int) -> str:
     number = _MOUNT_ID.findall(Path(f"/proc/self/fdinfo/{fd}").read_text())
     for line in _MOUNTS.read_text(errors="replace").splitlines():
         mount, _, kind = line.partition(" - ")
-        if mount.split()[:1] == number:  # Btrfs lists other device numbers than its files have
+        if mount.split()[:1] == number:  # On Btrfs, mount lists show other device numbers than files have.
             return kind.split()[0]
     return ""
 
@@ -81,7 +81,7 @@ def make_folder(root_fd: int, path: str) -> None:
 
 
 def create_file(root_fd: int, path: str, flags: int) -> int:
-    """Open a file; make it if missing, for the group too if the root is shared. OSError."""
+    """Open a file; create it if missing, for the group too if the root is shared. OSError."""
     fd = os.open(path, flags | os.O_CREAT, _FILE_MODE, dir_fd=root_fd)
     with suppress(PermissionError):  # another user's
         if is_shared(root_fd) and stat.S_IMODE(os.fstat(fd).st_mode) == _FILE_MODE:
@@ -97,7 +97,7 @@ def owner_of(error: OSError, root: Path) -> str:
     while found is None:
         try:
             found = os.stat(path)
-        except OSError:  # it is missing or hidden: its directory's owner decides
+        except OSError:  # The file is missing or hidden, so its directory's owner decides.
             path = path.parent
     try:
         name = pwd.getpwuid(found.st_uid).pw_name
@@ -161,7 +161,7 @@ def key_of(path: str) -> OffloadKey | None:
 
 
 def max_disk_bytes(chunk_bytes: int) -> int:
-    """Return the most bytes that putting one chunk can take on disk, with trailer and three directories."""
+    """Return the maximum disk use of putting one chunk, including its trailer and three directories."""
     return chunk_bytes + BLOCK_BYTES * (1 + 3)
 
 
@@ -181,7 +181,7 @@ def stored_epoch(root_fd: int, namespace: str) -> int | None:
     Files of format 1 have no checksum.
     """
     with suppress(OSError):
-        for _ in range(2):  # one bad read must not cost an epoch's chunks
+        for _ in range(2):  # A single failed read must not cost an epoch's chunks.
             content = read_small(root_fd, f"{namespace}/epoch")
             found = _EPOCH.fullmatch(content)
             if found and content in (found[1] + b"\n", epoch_file(int(found[1])).encode()):

@@ -96,7 +96,7 @@ def close_lock(fd: int) -> None:
 
 def try_lock(fd: int, *, shared: bool = False) -> bool | None:
     """Lock an open file without waiting. None if the file system has no such locks."""
-    keep_fd_from_children(fd)  # else a child would hold the lock of a dead parent
+    keep_fd_from_children(fd)  # Otherwise a child would hold the lock of a dead parent.
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:

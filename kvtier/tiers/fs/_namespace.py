@@ -49,7 +49,8 @@ _FIRST_TRY_PAUSE_S: Final = 2.0
 _LONGEST_TRY_PAUSE_S: Final = 60.0
 _LINES_EVERY_S: Final = 30.0
 _log = GuardedLogger("kvtier.tiers.fs")
-_log_limit = LogLimit(_LINES_EVERY_S)  # for the whole process: each attempt to open makes another tier
+# For the whole process, because each attempt to open creates another tier.
+_log_limit = LogLimit(_LINES_EVERY_S)
 
 
 class OpenNamespace:
@@ -123,14 +124,14 @@ class OpenNamespace:
             return False
         try:
             is_same = os.path.samestat(there, os.fstat(self.root_fd))
-        except OSError:  # its file system is gone
+        except OSError:  # the root's file system is gone
             return True
         return not is_same or not self._exists(layout.MANIFEST)
 
     def _is_removed(self) -> bool:
         try:
             return not os.fstat(self.root_fd).st_nlink and os.path.ismount(self._mount)
-        except OSError as error:  # a share hangs or is gone, or its server removed the directory
+        except OSError as error:  # A share hangs or is gone, or its server removed the directory.
             return error.errno == errno.ESTALE and os.path.ismount(self._mount)
 
     def try_to_write(self) -> int | None:
@@ -220,7 +221,7 @@ class OpenNamespace:
     def accept_read_only(self, refusal: OSError) -> None:
         """Only read the root from now on, because a part of it cannot be written.
 
-        Raises ``refusal`` if nothing can be read either, or its cause is another one.
+        Raises ``refusal`` if nothing can be read either, or if it has another cause.
         """
         if refusal.errno not in _READ_ONLY or not self._exists(layout.MANIFEST):
             raise refusal

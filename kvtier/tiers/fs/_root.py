@@ -1,7 +1,7 @@
 """The root of a file tier on disk, read without an engine, for sweeps and the command line.
 
 It holds locks only for a moment. Files that other processes add or remove meanwhile are not errors. It yields
-chunks one by one: a root may hold millions.
+chunks one by one, because a root may hold millions.
 
 A cache is a directory ``<model>_<digest>`` that contains kvtier's manifest or an epoch, and directories
 ``<model>_<digest>_r0[.e<epoch>]``. Everything else below a root is foreign.
@@ -73,7 +73,8 @@ class Manifest:
 
     fields: dict[str, Any]  # empty if it cannot be read
     digest: bytes | None  # the identity's; None if it does not match the directory's name
-    problem: str  # why it is unusable; "" if it is valid, or missing: the next engine writes it
+    # Reason why it is unusable. "" if it is valid, or if it is missing, because the next engine writes it.
+    problem: str
 
     @property
     def model(self) -> str | None:
@@ -87,7 +88,7 @@ class Namespace:
     def __init__(self, root: Root, name: str, data_dirs: list[DataDir]) -> None:
         self._root = root
         self.name = name  # its directory's name
-        self.data_dirs = sorted(data_dirs, key=lambda found: found.epoch)  # when the root was listed
+        self.data_dirs = sorted(data_dirs, key=lambda found: found.epoch)  # time when the root was listed
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -157,7 +158,7 @@ class Namespace:
         return {self._root.is_locked(layout.users_lock(self.name, epoch)) for epoch in epochs}
 
     def writers(self) -> dict[str, bool | None]:
-        """Return for each writer with a directory for unfinished files whether it is alive."""
+        """Return, for each writer with a directory for unfinished files, whether it is alive."""
         folder = f"{self.name}/.tmp"
         names = {name.removesuffix(".lock") for name in self._root.names(folder)}
         return {name: self._root.is_locked(f"{folder}/{name}.lock") for name in sorted(names)}

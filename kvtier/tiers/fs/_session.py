@@ -45,7 +45,7 @@ _CHUNKS_TO_OPEN: Final = 16
 _FULL: Final = frozenset(-number for number in NO_ROOM)
 _NEEDS_ROOM: Final = _FULL | {Result.MAX_BYTES, Result.MIN_FREE}
 _FLUSH_S: Final = 0.02
-_ROOM_SHARE: Final = 0.2  # share of a put's deadline to wait for room
+_ROOM_SHARE: Final = 0.2  # share of a put's deadline for waiting for room
 
 
 class Session:
@@ -62,7 +62,7 @@ class Session:
         self._context = context
         self._loop = asyncio.get_running_loop()
         self.closing = StopFlag()  # set when the tier closes
-        self.epoch: OpenEpoch | None = None  # None after a failed reset, too, and after closing
+        self.epoch: OpenEpoch | None = None  # None also after a failed reset and after closing
         self._all_workers: list[Workers] = []
         self._work = AsyncExitStack()  # stops running work
         self._resources = ExitStack()  # closed in a thread, because closing blocks
@@ -98,7 +98,7 @@ class Session:
         finally:
             for workers in self._all_workers:
                 workers.close()
-            closer = Workers(f"{self._context.name}-close", 1)  # joining blocks, so it has its own thread
+            closer = Workers(f"{self._context.name}-close", 1)  # Joining blocks, so it has its own thread.
             self._closed = closer.call(self._close)
             closer.close()
             await asyncio.wait((self._closed,))
@@ -204,7 +204,7 @@ class Session:
             root = self._config.root_dir
             raise TierError(f"tier {self._context.name}: {root} cannot be measured ({name}){hint}") from error
         self._resources.callback(self.quota.flush)
-        if namespace.is_new:  # the ledger may count files that were removed by hand
+        if namespace.is_new:  # The ledger may count files that were removed by hand.
             self.quota.doubt()
         self.namespace = namespace
         self.quarantine = Quarantine(namespace.root_fd, namespace.name, self._context.chunk_bytes, MAX_FILES)

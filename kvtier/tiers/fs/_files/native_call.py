@@ -203,6 +203,6 @@ class FileCall:
             self.results[i], self.inodes[i] = result, inode
 
     def note_in(self, index: Index) -> None:
-        """Let the pool's threads add found chunks to the index; they do not remove missing ones."""
+        """Make the pool's threads add found chunks to the index. They do not remove missing chunks."""
         self._index = index
         self._record.index = index.address

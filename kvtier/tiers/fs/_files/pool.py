@@ -16,7 +16,8 @@ from kvtier.tiers.fs._files.chunk_files import require_library
 from kvtier.tiers.fs._files.index import Index
 from kvtier.tiers.fs._files.native_call import FileCall, Verb
 
-_PART_BYTES: Final = 256 * 1024  # one turn of a thread; a smaller one costs more locking and wake-ups
+# Bytes in one turn of a thread. Smaller turns cost more locking and wake-ups.
+_PART_BYTES: Final = 256 * 1024
 _QUEUES: Final = {Verb.PUT: 0, Verb.GET: 1, Verb.CONTAINS: 2}
 """See ``kvt_pool_submit``. Look-ups go first: they take microseconds, and a get or put may follow."""
 
@@ -29,7 +30,7 @@ class _Task(NamedTuple):
 
     call: FileCall
     ended: asyncio.Future[None]
-    waiter: asyncio.Future[None]  # awaited by the caller; a cancellation ends it
+    waiter: asyncio.Future[None]  # The caller awaits this. A cancellation ends it.
 
 
 class NativePool:

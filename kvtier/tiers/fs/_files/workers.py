@@ -65,9 +65,9 @@ class Workers:
         while (job := self._queue.get()) is not None:
             try:
                 job()
-            except Exception:  # else later jobs would never run, and puts wait for them
+            except Exception:  # Otherwise later jobs would never run, although puts wait for them.
                 _log.exception("a job of the file tier failed")
-            del job  # releases its memory before the wait for the next one
+            del job  # Release the job's memory before waiting for the next one.
 
 
 async def run(workers: Workers, job: Callable[[], T]) -> T:

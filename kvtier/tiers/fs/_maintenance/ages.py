@@ -1,7 +1,7 @@
 """Plans which chunks to evict, without a disk.
 
-The chunks with the least hit density leave first: the fewest expected hits for the time that they take room,
-by use count and age. Each process learns it from its own uses (see ``kvtier.policies._reuse``).
+Chunks with the lowest hit density leave first: they have the fewest expected hits per time that they occupy
+space, by use count and age. Each process learns it from its own uses (see ``kvtier.policies._reuse``).
 
 Sorting a million files would hold the interpreter for a second. So their bytes are summed in cells: by class
 of use counts, and by age in buckets that are a 256th as wide as they are old. A plan marks cells to evict.
@@ -23,8 +23,8 @@ CLASS_OF_USES: Final = (0, 0, 1, 2, 2, *[3] * 11, *[4] * (MAX_USES - 15))
 UNIT_US: Final = 1_000_000  # the model's unit of age, in microseconds
 
 _PRIORS: Final = (1.0, 2.0, 3.0, 8.0, 20.0)
-_HINT: Final = 1e-9  # weight of a prior once something was learned
-_BINS: Final = 48  # the last one begins at 80 days
+_HINT: Final = 1e-9  # weight of a prior after something was learned
+_BINS: Final = 48  # the last bucket begins at 80 days
 
 _SUB_BITS: Final = 8
 _SUB: Final = 1 << _SUB_BITS
@@ -42,7 +42,7 @@ Plan: TypeAlias = bytearray
 
 
 def new_model() -> ReuseModel:
-    """Return a model that has learned nothing: it keeps chunks used more often and more recently."""
+    """Return an untrained model, which keeps chunks used more often and more recently."""
     return ReuseModel(_PRIORS, _BINS)
 
 
@@ -93,9 +93,9 @@ def plan(histogram: Histogram, share: float, need_bytes: int, worth: Worth) -> P
 
 
 def _rank(cell: int, worth: Worth) -> tuple[float, int]:
-    """Return the sort key of a cell: the least worth leaves first, among equals the oldest."""
+    """Return the sort key of a cell: the lowest value leaves first, and among equals the oldest."""
     class_, bucket = divmod(cell, BUCKETS)
-    if bucket == BUCKETS - 1:  # dated by a wrong clock
+    if bucket == BUCKETS - 1:  # a wrong clock has dated the file
         return -1.0, 0
     return worth[class_][bisect_right(_bins(), bucket) - 1], -youngest_of(bucket)
 

@@ -29,7 +29,7 @@ from kvtier.tiers.fs._maintenance.sweep import Sweeper
 from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._root import Root
 
-SAMPLE_FILES: Final = 32_768  # in the sample that a plan is made from
+SAMPLE_FILES: Final = 32_768  # number of chunks in the sample for a plan
 _ROUNDS: Final = 4
 Gone = Callable[[str, Sequence[str]], None]
 """Callback for removed chunks: an epoch's directory, and their paths below it."""
@@ -43,7 +43,7 @@ class Evicted:
     """The result of an eviction or sweep."""
 
     leftover_bytes: int = 0  # useless to every engine
-    chunks: int = 0  # removed for room or for ``ttl_s``
+    chunks: int = 0  # removed to make room or after ``ttl_s``
     chunk_bytes: int = 0  # bytes of these chunks and of emptied directories
     failures: Failures = field(default_factory=Counter)  # files not removed or read
     problems: Sequence[str] = ()  # leftovers not removed, as text

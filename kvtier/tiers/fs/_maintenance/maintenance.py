@@ -36,15 +36,16 @@ from kvtier.tiers.fs._namespace import OpenNamespace
 from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._quota.quota import Quota
 
-TICK_S: Final = 2.0  # between two reads of the ledger, which show other writers' needs
+TICK_S: Final = 2.0  # between two reads of the ledger, which contains other writers' needs
 EVICTION_PAUSE_S: Final = (0.1, 30.0)  # first and longest pause after a futile eviction
 _UNCOUNTED_S: Final = 1.0  # between two attempts at a first count
-_ROOM_EVERY_S: Final = 0.02  # between two attempts of a put: another process may make room
+_ROOM_EVERY_S: Final = 0.02  # between two attempts of a put, because another process may make room
 _TOUCHED_A_CALL: Final = 1024
-_PUBLISHED_BEFORE_EVICTION: Final = 4096  # chunks; puts wait for it
+_PUBLISHED_BEFORE_EVICTION: Final = 4096  # Number of chunks. Puts wait until their uses are published.
 _DOUBT_AT_MOST_S: Final = 600.0  # without eviction until a count; some take hours
 _LINES_EVERY_S: Final = 30.0
-_FOREIGN: Final = frozenset({errno.EACCES, errno.EPERM, errno.ENOTCONN})  # other users, and dead mounts
+# errors caused by other users or dead mounts
+_FOREIGN: Final = frozenset({errno.EACCES, errno.EPERM, errno.ENOTCONN})
 _log = GuardedLogger("kvtier.tiers.fs")
 
 
@@ -90,7 +91,7 @@ class Maintenance:
         self._eviction_paused_until = 0.0
         self._is_warned = False
         self._rest_bytes = 0  # bytes of foreign files below the root
-        self._doubted_until = 0.0  # eviction waits until then for a count of a wrong ledger
+        self._doubted_until = 0.0  # until then, eviction waits for a count, because the ledger is wrong
         self._log_limit = LogLimit(_LINES_EVERY_S)
 
     # In the event loop:
@@ -209,7 +210,10 @@ class Maintenance:
             self.note_full(error.errno)
 
     def note_full(self, number: int, removals: tuple[str, int] | None = None) -> None:
-        """Note a write that failed for want of room, perhaps by a quota. Blocks. See ``lower_limit``."""
+        """Record a write that failed because there was no room, perhaps due to a quota.
+
+        Blocks. See ``lower_limit``.
+        """
         is_new = False
         with suppress(OSError), ledger.elected(self._namespace.root_fd, ledger.EVICTING) as lock:
             is_new = lock is not None and self._quota.lower_limit(removals)
@@ -248,7 +252,7 @@ class Maintenance:
     def _evict(self) -> None:
         self._refresh()
         need = self._quota.excess
-        if not need or self._namespace.is_replaced():  # the next tick reports it
+        if not need or self._namespace.is_replaced():  # the next tick reports the error
             return
         self._publish(self._epoch.place, _PUBLISHED_BEFORE_EVICTION)
         evicted = self._evictor.make_room(need, self._count_freed(), self._compare)
@@ -305,7 +309,7 @@ class Maintenance:
             untold += count
             try:
                 since, untold = self._quota.removed(untold, since), 0
-            except OSError as error:  # a full disk must not end an eviction
+            except OSError as error:  # a full disk must not stop an eviction
                 if error.errno not in ledger.NO_ROOM:
                     raise
 

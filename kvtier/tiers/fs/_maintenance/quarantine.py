@@ -83,7 +83,7 @@ class Quarantine:
                 make_folder(self._root_fd, self._folder)
                 self._require_place()
                 if not self._move(path, inode, target):
-                    return True  # another reader was faster
+                    return True  # another reader moved it first
             except OSError as error:
                 what = "%s failed its check (%s) and cannot be quarantined: %s"
                 self._log(logging.ERROR, what, path, reason, error.strerror or error)
@@ -108,7 +108,8 @@ class Quarantine:
         fd = os.open(path, os.O_RDONLY | CAREFULLY, dir_fd=self._root_fd)
         forget_pages(fd)
         os.close(fd)
-        checkers = [FileChecker(self._root_fd, *self._checked) for _ in range(2)]  # each with its own memory
+        # each read has its own memory
+        checkers = [FileChecker(self._root_fd, *self._checked) for _ in range(2)]
         one, other = (checker.check(path, key) for checker in checkers)
         if one != other or not one.finding.is_corrupt:
             self._log(logging.ERROR, _BAD_HOST, path, reason)

@@ -13,7 +13,8 @@ from kvtier.tiers.fs._files.chunk_files import require_library
 from kvtier.tiers.fs._files.native_call import Failures, StopFlag
 from kvtier.tiers.fs._maintenance.ages import Histogram, Plan
 
-NAMES_BYTES: Final = 1 << 20  # for the paths of the files that one scan removes; the next scan removes more
+# buffer for the paths of the files that one scan removes; the next scan removes more
+NAMES_BYTES: Final = 1 << 20
 ALL_BYTES: Final = 2**63 - 1
 Freed = Callable[[int], None]
 """Callback for the bytes removed since the last call, so that puts can use them early."""

@@ -34,9 +34,9 @@ def remove_cache(root: Root, name: str) -> bool:
     """
     namespace, stop = root.namespace(name), StopFlag()
     sweeper = Sweeper(root, stop)
-    with wait_for_lock(root.fd, f"{name}/epoch.lock", create=True):  # no engine joins meanwhile
+    with wait_for_lock(root.fd, f"{name}/epoch.lock", create=True):  # so that no engine joins meanwhile
         if not {False}.issuperset((*namespace.users(), *namespace.writers().values())):
-            return False  # it is in use, or that is unknown
+            return False  # the cache is in use, or its use is unknown
         for found in namespace.data_dirs:
             sweeper.remove_chunks(found.name)
         tree_remove(root.fd, name, stop)
@@ -48,7 +48,7 @@ class Pruned(NamedTuple):
 
     entries: int  # removed
     bytes: int  # the removed entries' disk use
-    problem: str | None  # why too many are left
+    problem: str | None  # reason why too many entries remain
 
 
 def by_age(names: Iterable[str]) -> list[str]:

@@ -80,7 +80,7 @@ class Uses:
                 return
             fresh = [key for key in keys if key not in self._published]
             self._published.update(fresh)
-            if len(self._waiting) < WAITING:  # else the disk hangs: drop them
+            if len(self._waiting) < WAITING:  # Otherwise the disk hangs, and the notes are dropped.
                 self._waiting.update(self._learn(fresh, least=2, in_order=in_order))
 
     def _learn(
@@ -112,7 +112,7 @@ class Uses:
         return found
 
     def _teach(self, record: int, uses: int, now_ms: int, count: int) -> None:
-        """Teach the model ``count`` uses of chunks with a record, each the ``uses``th."""
+        """Teach the model ``count`` uses of chunks with a record. Each is a chunk's ``uses``th use."""
         self.model.used[ages.CLASS_OF_USES[uses]] += count
         if record:
             bin_ = self.model.bin_of((now_ms - (record & _TIME)) / _UNIT_MS)
@@ -141,9 +141,10 @@ class Uses:
 
 
 def _next(record: int, least: int, now_ms: int) -> tuple[int, int]:
-    """Return the least use count of a chunk after a use now, and its new record."""
+    """Return the minimum use count of a chunk after a use now, and its new record."""
     uses = record >> _TIME_BITS
-    if record and now_ms - (record & _TIME) < _UNIT_MS:  # one request's get and touch, or concurrent requests
+    # get and touch of one request, or concurrent requests
+    if record and now_ms - (record & _TIME) < _UNIT_MS:
         return max(least, uses), record
     uses = max(least, min(uses + 1, MAX_USES))
     return uses, uses << _TIME_BITS | now_ms

@@ -22,7 +22,7 @@ DEFAULT_SHARE: Final = 0.8
 DEFAULT_FREE: Final = "16%"  # above the 10 and 15 % at which the kubelet evicts pods by default
 LOWERED_EVERY_S: Final = 5.0
 PROBED_EVERY_S: Final = 60.0
-MAX_STORED: Final = 10**18  # bound of stored numbers, the file system's too; sums may be larger
+MAX_STORED: Final = 10**18  # Bound of stored numbers, including the file system's. Sums may be larger.
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def _new_mark() -> str:
 class Accounts(msgspec.Struct):
     """A root's bytes in their stored form. Numbers out of bounds mean damage."""
 
-    used: _Bytes  # below the root; before ``is_exact`` of the whole file system, never too few
+    used: _Bytes  # Bytes below the root. Before ``is_exact``, those of the whole file system: never too few.
     boot: str = ""  # the machine's boot ID when the numbers were last right
     is_exact: bool = False  # whether the root was counted
     added: _Sum = 0  # bytes ever written, to compare with an earlier sum
@@ -86,7 +86,7 @@ class Accounts(msgspec.Struct):
             self.unconfirmed += nbytes
 
     def expire_leases(self, dead: Iterable[str]) -> None:
-        """End the leases of dead writers, which may have written all their bytes."""
+        """End the leases of dead writers, and count their bytes as written, because they may have been."""
         for writer in dead:
             left = self.leases.pop(writer, 0)
             self.add(left)

@@ -45,7 +45,7 @@ FOLDER: Final = ".kvtier"
 EVICTING: Final = f"{FOLDER}/evict.lock"
 COUNTING: Final = f"{FOLDER}/count.lock"
 _LEDGER: Final = f"{FOLDER}/ledger"
-NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})  # files can still be removed
+NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})  # errors after which files can still be removed
 _PAGE_BYTES: Final = 4096
 _MIN_FREE_INODES: Final = 64
 _MAX_BYTES: Final = 1 << 20
@@ -173,7 +173,7 @@ class SharedLedger(Ledger):
         try:
             with removed_lock(self._root_fd, f"{FOLDER}/{writer}.lock", create=False) as is_dead:
                 return is_dead
-        except PermissionError:  # another user is just making it
+        except PermissionError:  # another user is creating it at the moment
             return False
         except FileNotFoundError:
             return True

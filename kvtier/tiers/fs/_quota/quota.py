@@ -25,7 +25,7 @@ from kvtier.tiers.fs._quota.ledger import Ledger
 
 _AHEAD_BYTES: Final = 64 * 2**20
 _AHEAD_SHARE: Final = 64
-_COUNT_PAUSE: Final = 20  # times the duration of the last count
+_COUNT_PAUSE: Final = 20  # interval as a multiple of the duration of the last count
 _DOUBT_PAUSE: Final = 5
 
 
@@ -58,9 +58,9 @@ class Quota:
         self._ledger = ledger
         self._bounds = Bounds(config)
         self._evicts = config.eviction != "none"
-        self._doubted = ""  # the mark of a doubted ledger
-        self._is_contradicted = False  # the ledger, by the file system
-        self.accounts = Accounts(0)  # the ledger as last read
+        self._doubted = ""  # the mark of the ledger that was doubted
+        self._is_contradicted = False  # whether the file system contradicts the ledger
+        self.accounts = Accounts(0)  # the ledger at the last read
         self.limit: int | None = config.max_bytes  # below the root; None before the default is known
         self.excess = 0  # bytes to evict
         self.refresh()
@@ -165,7 +165,7 @@ class Quota:
             self._ledger.expire_dead_leases(change.accounts)
 
     def lower_limit(self, removals: tuple[str, int] | None = None) -> bool:
-        """Note that the file system refused a write for want of room. Return whether it is the first time.
+        """Record that the file system had no room for a write. Return whether it is the first time.
 
         ``removals`` are the ledger's before the write; None if unknown. If chunks were removed since then,
         they made the room that the file system shows now: nothing is lowered. No eviction may run meanwhile.
