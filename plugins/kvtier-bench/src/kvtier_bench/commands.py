@@ -263,7 +263,7 @@ def restart(
     rounds: RoundsOption = 3,
     as_json: JsonFlag = False,
 ) -> None:
-    """How soon host memory kept by `keep_host_memory_s` serves again, and what keeping it costs.
+    """Restarts over host memory kept by `keep_host_memory_s`: time until it serves again, and its cost.
 
     Example: kvtier bench restart --gib 4 --gib 12 --chunk-bytes 524288
     """
@@ -295,7 +295,7 @@ def hints(
     root: RootOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Agents that return from tools, by the KV hints they send: TTFT, hits and bytes, beside an oracle.
+    """Agents that return from tool calls, by their KV hints: TTFT, hits and bytes, compared with an oracle.
 
     Example: kvtier bench hints trace.jsonl
     """
@@ -318,7 +318,7 @@ def versus(
     only: Annotated[engines.Part | None, typer.Option(help="Measure only this.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """kvtier, vLLM's own tiering and LMCache: speed, and how requests fare when the cache fails.
+    """Compare kvtier, vLLM's own tiering and LMCache: speed, and requests while the cache fails.
 
     Example: kvtier bench versus --lmcache /opt/lmcache/bin/python
     """

@@ -33,7 +33,7 @@ def key_of(page_hash: str) -> OffloadKey:
     except ValueError:
         raw = b""
     if not 0 < len(raw) <= 64 or raw.hex() != page_hash:
-        # This length differs from that of SGLang's hashes.
+        # SGLang's hashes have a different length.
         raw = b"name" + hashlib.sha256(page_hash.encode()).digest()
     return pack_key(raw)
 

@@ -56,10 +56,10 @@ class Seen:
 
 @dataclass(frozen=True)
 class Faults:
-    """Faults of a pair of engines, the second of which reads the first one's memory.
+    """Faults of a pair of engines. The second engine reads the first one's memory.
 
     Attributes:
-        prompts: makes the prompts that belong to a name.
+        prompts: callable that makes the prompts for a name.
         memory_bytes: the size of the smallest memory that holds chunks.
     """
 

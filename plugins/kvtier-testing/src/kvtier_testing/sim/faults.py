@@ -42,7 +42,7 @@ class FaultyTier(SecondaryTier[TierConfig]):
 
     Args:
         inner: wrapped tier, which must need neither threads nor sockets.
-        backend: source of the faults; an author's own tier needs it for nothing else.
+        backend: source of the faults; an author's own tier does not use it otherwise.
         drains: whether a cancelled call still runs to its end.
 
     Attributes:
