@@ -53,7 +53,7 @@ class PinnedSlots:
     def _work(self) -> None:
         try:
             self._runtime.attach()
-            with numa.preferring(self._runtime.node()):  # waits for memory that is not populated yet
+            with numa.preferring(self._runtime.node()):  # for memory that pinning populates
                 self._pin()
         except StateError:
             pass  # the region is closed, so nothing needs pinning

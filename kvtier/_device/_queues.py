@@ -89,12 +89,12 @@ class QueueThread:
     def __init__(
         self, queue: CopyQueue, runtime: Runtime, health: DeviceHealth, report: Callable[[Finished], None]
     ) -> None:
-        # A transfer was abandoned. The thread reports no more transfers, and may never end.
+        # True if a transfer was abandoned. The thread then reports no more transfers, and may never end.
         self.is_stuck = False
         self._queue = queue
         self._runtime = runtime
         self._stream = runtime.open_stream(queue)
-        self._is_attached = False  # Attaches the thread to the device, as each thread that uses it must be.
+        self._is_attached = False  # Each thread that uses the device must be attached to it.
         self._health = health
         self._report = report
         self._changed = threading.Condition()

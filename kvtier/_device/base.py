@@ -266,7 +266,7 @@ class Finished:
     transfer_id: int
     nbytes: int  # its pages' bytes
     seconds: float  # duration of the copy, without time in the queue
-    error: BaseException | None = None  # error of the last attempt
+    error: BaseException | None = None  # error of the final failure
     # The last way tried; None if none was tried, as on a lost device.
     attempt: Attempt | None = Attempt.FIRST
 

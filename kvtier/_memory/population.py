@@ -66,7 +66,7 @@ class Population:
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()  # guards the fields below
-        self._has_huge_pages: bool | None = None  # None until the settings were read
+        self._has_huge_pages: bool | None = None  # None until huge pages were requested
         self._next = 0
         self._ready = 0
         self._failed = False

@@ -68,7 +68,7 @@ class Region:
         if file is not None:
             keep_memory_from_children(self._map, self._address)
         self._populations: list[Population] = []
-        self._has_huge_pages: bool | None = None  # None until the metadata was requested
+        self._has_huge_pages: bool | None = None  # None until huge pages were requested
         self._backing = threading.Lock()  # held while ``back`` uses the file
         # Also runs at interpreter exit, so that a forgotten region frees its memory.
         self._keep_s = keep_s

@@ -20,7 +20,7 @@ _PROGRAMS = 16  # each takes one of the GPU's processors; with fewer, 4 KiB page
 _WARPS = 16
 _WORDS = _WARPS * 32 * 8  # of 8 bytes, per step of a program: four times 16 bytes for each thread
 
-_FEWEST_COPIES = 16  # below this size, starting a kernel takes longer than the copies
+_FEWEST_COPIES = 16  # with fewer copies, starting a kernel takes longer than the copies
 _LARGEST_MEAN = 32 * 1024  # Above this size, the copy engine is as fast, and takes nothing from computation.
 _ALIGNMENT = 16
 

@@ -24,7 +24,7 @@ UNIT_US: Final = 1_000_000  # the model's unit of age, in microseconds
 
 _PRIORS: Final = (1.0, 2.0, 3.0, 8.0, 20.0)
 _HINT: Final = 1e-9  # weight of a prior after something was learned
-_BINS: Final = 48  # the last bucket begins at 80 days
+_BINS: Final = 48  # the last bin begins at 80 days
 
 _SUB_BITS: Final = 8
 _SUB: Final = 1 << _SUB_BITS

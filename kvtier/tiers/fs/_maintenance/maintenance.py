@@ -252,7 +252,7 @@ class Maintenance:
     def _evict(self) -> None:
         self._refresh()
         need = self._quota.excess
-        if not need or self._namespace.is_replaced():  # the next tick reports the error
+        if not need or self._namespace.is_replaced():  # the next tick reports a replaced root
             return
         self._publish(self._epoch.place, _PUBLISHED_BEFORE_EVICTION)
         evicted = self._evictor.make_room(need, self._count_freed(), self._compare)
