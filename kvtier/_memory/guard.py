@@ -21,7 +21,7 @@ _RETRY_S = 0.05
 _LOOK_EVERY_S = 0.1
 _CLAIM_EVERY_S = 1.0
 _KEPT = ".kept"
-# Seconds to wait for processes that still use the file. A process that hangs in the kernel may use it for hours.
+# Seconds to wait for processes that still use the file. One that hangs in the kernel may do so for hours.
 _GRACE_S = 5
 
 

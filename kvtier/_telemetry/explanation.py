@@ -43,7 +43,7 @@ class DamagedLine(msgspec.Struct, frozen=True):
 
 _BEGIN = PREFIX + "{"
 _decoder = msgspec.json.Decoder(Explanation)
-_json = json.JSONDecoder()  # marks the end of a value
+_json = json.JSONDecoder()  # finds the end of a value
 
 
 def write(explanation: Explanation) -> None:

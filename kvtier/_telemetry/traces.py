@@ -38,7 +38,7 @@ def open_traces(shared: SharedState) -> Traces | None:
         if isinstance(provider, trace.ProxyTracerProvider | trace.NoOpTracerProvider):
             return None
         return Traces(provider.get_tracer("kvtier"), shared)
-    except Exception as error:  # Raises a bare StopIteration for a name that is not installed.
+    except Exception as error:  # A name that is not installed raises a bare StopIteration.
         logger.warning(
             "tracing disabled: OpenTelemetry's tracer provider cannot be used (%r); set "
             "OTEL_PYTHON_TRACER_PROVIDER to one that is installed, or unset it",

@@ -42,7 +42,7 @@ class Part(PartOfRun):
         self.number = number
         self.record = record
         self.held = 0  # In the ring's own part: the number of keys in all parts.
-        self.next: Part | None = None  # parts of the same run
+        self.next: Part | None = None  # the next part of the same run
         self.older = self.newer = self.ring = self
 
     def link(self, ring: Part) -> None:
