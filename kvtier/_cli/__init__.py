@@ -1,1 +1,1 @@
-
+"""The command line. Its commands come from other distributions."""

@@ -1,4 +1,4 @@
-"""Commands from other distributions: entry points in the group ``kvtier.commands``.
+"""The commands of distributions: entry points in the group ``kvtier.commands``.
 
 Each names a ``typer.Typer`` application or a function, which becomes the command with the entry point's name:
 
@@ -24,23 +24,22 @@ from kvtier.errors import KVTierError
 Command = Any
 """A command of click, or of the copy in newer versions of typer."""
 
-_DISTRIBUTIONS = {
-    "bench": "kvtier-bench",
-    "demo": "kvtier-bench",
-    "new-tier": "kvtier-testing",
-    "simulate": "kvtier-bench",
-    "size": "kvtier-bench",
-}
-"""Commands of kvtier's own distributions, and the distribution of each."""
+COMMANDS = {
+    "kvtier-bench": ("bench", "demo", "simulate"),
+    "kvtier-testing": ("new-tier",),
+    "kvtier-tools": ("compare", "doctor", "du", "explain", "gc", "hint", "ls", "schema", "size", "stat",
+                     "tiers", "top", "verify"),
+}  # fmt: skip
+"""The commands of each of kvtier's own distributions."""
+_DISTRIBUTIONS = {name: distribution for distribution, names in COMMANDS.items() for name in names}
 
 
 class Commands(TyperGroup):
-    """The commands of kvtier and of other distributions; kvtier's own win if names are equal."""
+    """The commands of all distributions; those that are not installed name the remedy."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return all names, kvtier's own first."""
-        own = super().list_commands(ctx)
-        return [*own, *(name for name in _installed() if name not in own)]
+        """Return all names."""
+        return sorted({*super().list_commands(ctx), *_installed(), *_DISTRIBUTIONS})
 
     def get_command(self, ctx: Any, cmd_name: str) -> Command:
         command = super().get_command(ctx, cmd_name)
@@ -52,8 +51,8 @@ class Commands(TyperGroup):
         return command
 
 
-def _installed() -> list[str]:
-    return list(dict.fromkeys(info.name for info in plugins.installed(plugins.COMMANDS)))
+def _installed() -> set[str]:
+    return {entry.name for entry in plugins.installed(plugins.COMMANDS)}
 
 
 def _load(name: str) -> Command:

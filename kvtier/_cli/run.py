@@ -1,4 +1,4 @@
-"""Runs the command line: exit status, signals, errors, and the options of all commands."""
+"""Runs the command line: exit status, signals, errors, and the options that all commands have."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Annotated, Final
 
 import importlib_metadata
 import typer
+from rich.console import Console
 
-from kvtier._cli.report import console, printable
 from kvtier.errors import KVTierError
 
 STATUS: Final = (
@@ -21,6 +21,10 @@ STATUS: Final = (
     "done; 128 and more ended by a signal."
 )
 _FAILED: Final = 2
+
+JsonFlag = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document on standard output instead of text.")
+]
 
 
 def run(app: Callable[[], object]) -> None:
@@ -41,8 +45,15 @@ def run(app: Callable[[], object]) -> None:
 
 def _fail(message: str) -> None:
     text = f"kvtier: {printable(message)}"
-    console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+    Console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
     sys.exit(_FAILED)
+
+
+def printable(text: str) -> str:
+    """Return text with control characters escaped: in file names they could control the terminal."""
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text
+    )
 
 
 @contextmanager

@@ -38,7 +38,7 @@ from kvtier.tiers.fs._files.chunk_files import require_library
 from kvtier.tiers.fs._files.native_call import FileCall, Flag, Place, Result
 from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._quota.accounts import FileSystem
-from kvtier.tiers.fs._root import Root
+from kvtier_tools.root.contents import RootView
 
 CORPUS = Path(__file__).parent / "corpus"
 
@@ -121,7 +121,7 @@ def manifest(data: bytes) -> None:
     with _home() as home:
         (home / layout.MANIFEST).write_bytes(data)
         (home / "epoch").write_bytes(b"0\n")
-        with Root(home.parent) as root:
+        with RootView(home.parent) as root:
             found = root.namespace(home.name)
             assert found.manifest.digest in (None, IDENTITY.digest)
             assert isinstance(found.problem, str)
@@ -133,7 +133,7 @@ def epoch(data: bytes) -> None:
         (home / "epoch").write_bytes(data)
         (home / layout.MANIFEST).write_text(IDENTITY.manifest)
         (home / "users.e7.lock").touch()
-        with Root(home.parent) as root:
+        with RootView(home.parent) as root:
             shown = root.namespace(home.name).epoch
         opened, joined = namespace.OpenNamespace.open(
             FsConfig(type="fs", root_dir=home.parent), TierContext("fs", IDENTITY, CHUNK_BYTES)

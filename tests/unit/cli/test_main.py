@@ -1,4 +1,4 @@
-"""The command line: lists, prints, hands over, and says in one line what went wrong."""
+"""The command line: prints its version, and says in one line what went wrong."""
 
 from __future__ import annotations
 
@@ -27,22 +27,6 @@ def test_version(run):
     assert result.output == f"kvtier {importlib_metadata.version('kvtier')}\n"
 
 
-def test_tiers_lists_what_loads(run, acme, install_distribution):
-    install_distribution("acme-broken", "raise RuntimeError('[red]no luck[/red]')", {"broken": "Tier"}, "0.3")
-    result = run("tiers")
-    assert result.exit_code == 1
-    rows = {}
-    for line in result.output.splitlines():
-        cells = [cell.strip() for cell in line.strip("│").split("│")]
-        rows[cells[0]] = cells[1:]
-    assert rows["acme"] == ["acme-tiers", "1.2", "yes"]
-    assert rows["fs"] == ["kvtier", importlib_metadata.version("kvtier"), "yes"]
-    assert rows["broken"][:2] == ["acme-broken", "0.3"]
-    assert rows["broken"][2].startswith("no: ")
-    assert "RuntimeError: [red]no luck[/red]" in rows["broken"][2]
-    assert rows["lru"][2] == rows["arc"][2] == "yes"
-
-
 @pytest.mark.parametrize(
     ("error", "line"),
     [
@@ -62,23 +46,6 @@ def test_error_is_one_line(monkeypatch, capsys, error: Exception, line: str) -> 
         cli.main()
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith(f"kvtier: {line}")
-
-
-def test_tools_need_no_torch(cache) -> None:
-    cache.put([0])
-    code = f"""
-import sys
-sys.modules.update(torch=None, vllm=None, numpy=None)
-from kvtier._cli.main import main
-for words in (["tiers"], ["schema"], ["verify", {str(cache.root)!r}]):
-    sys.argv = ["kvtier", *words]
-    try:
-        main()
-    except SystemExit as end:
-        assert not end.code, words
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])

@@ -10,11 +10,11 @@ from pathlib import Path
 import anyio
 import pytest
 
-from kvtier._cli.root.verify import verify
 from kvtier.tiers._base import Status
 from kvtier.tiers.fs._files.chunk_files import tree_bytes
 from kvtier.tiers.fs._files.native_call import StopFlag
 from kvtier.tiers.fs._quota import ledger
+from kvtier_tools.root.verify import verify
 from tests.effort import effort
 
 pytestmark = pytest.mark.timeout(400)  # a busy machine needs seconds for each kill
