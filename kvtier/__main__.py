@@ -12,7 +12,7 @@ _INTERRUPTED = 130  # as a shell does
 def main() -> None:
     """Run the command line. No interruption, even during imports, shows a traceback."""
     try:
-        from kvtier._cli.main import main as run
+        from kvtier._cli import main as run
 
         run()
     except KeyboardInterrupt:

@@ -38,7 +38,7 @@ from kvtier.tiers.fs._files.chunk_files import require_library
 from kvtier.tiers.fs._files.native_call import FileCall, Flag, Place, Result
 from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._quota.accounts import FileSystem
-from kvtier_tools.root.contents import RootView
+from kvtier_tools.root.contents import RootView, read_ledger
 
 CORPUS = Path(__file__).parent / "corpus"
 
@@ -150,7 +150,7 @@ def quota_ledger(data: bytes) -> None:
         with _home() as home, _opened(home) as root_fd:
             (home / ledger.FOLDER).mkdir()
             (home / ledger.FOLDER / "ledger").write_bytes(text)
-            ledger.read(root_fd)
+            read_ledger(root_fd)
             shared = ledger.SharedLedger(root_fd, lambda: _DISK)
             with shared.change() as accounts:
                 assert min(accounts.used, accounts.unconfirmed, accounts.leased) >= 0, accounts

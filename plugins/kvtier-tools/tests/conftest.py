@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier._cli import main as cli
+from kvtier import _cli as cli
 from tests.caches import Cache, Kvtier, Said
 from tests.conftest import _no_blocking_in_the_loop, anyio_backend
 from tests.unit.conftest import acme, install_distribution

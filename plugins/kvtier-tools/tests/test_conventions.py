@@ -16,7 +16,7 @@ import pytest
 import typer
 
 import kvtier_tools
-from kvtier._cli import main as cli
+from kvtier import _cli as cli
 from kvtier_tools import report
 from tests.caches import Cache, Kvtier
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvtier._cli import main as cli
+from kvtier import _cli as cli
 from kvtier._memory.memory_limits import MemoryLimit
 from kvtier.errors import ConfigError, TierError
 from kvtier.tiers._base import Status

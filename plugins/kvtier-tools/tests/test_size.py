@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvtier._cli.main import app
+from kvtier._cli import app
 from kvtier._config import TieringConfig
 from kvtier.errors import ConfigError
 

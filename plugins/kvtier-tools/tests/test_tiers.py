@@ -34,7 +34,7 @@ def test_tools_need_no_torch(cache: Cache) -> None:
     code = f"""
 import sys
 sys.modules.update(torch=None, vllm=None, numpy=None)
-from kvtier._cli.main import main
+from kvtier._cli import main
 for words in (["tiers"], ["schema"], ["verify", {str(cache.root)!r}]):
     sys.argv = ["kvtier", *words]
     try:

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from kvtier._cli import extensions
-from kvtier._cli import main as cli
+from kvtier import _cli as cli
 from kvtier.errors import KVTierError
 from tests.unit.conftest import InstallDistribution
 
@@ -90,7 +89,7 @@ def test_command_imports_no_other(run: Run, install_distribution: InstallDistrib
 
 @pytest.fixture
 def _nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier._cli.extensions.plugins.installed", lambda group: [])
+    monkeypatch.setattr("kvtier._cli.plugins.installed", lambda group: [])
 
 
 @pytest.mark.parametrize(
@@ -121,7 +120,7 @@ def test_missing_command_names_package(
 @pytest.mark.usefixtures("_nothing_installed")
 def test_help_lists_missing_commands(run: Run) -> None:
     rows = [line.split() for line in run("--help").output.splitlines()]
-    assert {name for names in extensions.COMMANDS.values() for name in names} <= {
+    assert {name for names in cli.COMMANDS.values() for name in names} <= {
         row[1] for row in rows if "./plugins/kvtier-" in " ".join(row)
     }
 
@@ -132,4 +131,4 @@ def test_listed_commands_are_those_of_distributions() -> None:
         points = tomllib.loads(file.read_text())["project"].get("entry-points", {})
         if names := points.get("kvtier.commands"):
             declared[file.parent.name] = tuple(sorted(names))
-    assert declared == extensions.COMMANDS
+    assert declared == cli.COMMANDS

@@ -11,7 +11,7 @@ import importlib_metadata
 import pytest
 from typer.testing import CliRunner
 
-from kvtier._cli import main as cli
+from kvtier import _cli as cli
 from kvtier.errors import ConfigError
 
 
@@ -52,12 +52,12 @@ def test_error_is_one_line(monkeypatch, capsys, error: Exception, line: str) -> 
 def test_terminated_command_cleans_up(tmp_path: Path, number: int) -> None:
     code = """
 import signal, sys, tempfile, time
-from kvtier._cli import main
+from kvtier import _cli
 for number in (signal.SIGTERM, signal.SIGHUP):  # which may be ignored where the tests run
     signal.signal(number, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-@main.app.command()
+@_cli.app.command()
 def busy():
     with tempfile.TemporaryDirectory(dir=sys.argv[2]):
         print("busy", flush=True)
@@ -65,8 +65,8 @@ def busy():
             time.sleep(0.01)
 
 sys.argv[:] = ["kvtier", "busy", sys.argv[1]]
-main.app.registered_commands[-1].context_settings = {"allow_extra_args": True}
-main.main()
+_cli.app.registered_commands[-1].context_settings = {"allow_extra_args": True}
+_cli.main()
 """
     command = [sys.executable, "-c", code, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as busy:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtier._cli.run import JsonFlag
+from kvtier._cli import JsonFlag
 from kvtier._plugins import install_command
 from kvtier.errors import KVTierError
 from kvtier_bench import figures

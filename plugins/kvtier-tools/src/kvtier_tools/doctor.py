@@ -23,7 +23,7 @@ import typer
 
 from kvtier import _build as build
 from kvtier import _reasons as reasons
-from kvtier._cli.run import JsonFlag, printable
+from kvtier._cli import JsonFlag, printable
 from kvtier._config import TieringConfig
 from kvtier._core.tiering import PRIMARY
 from kvtier._execution.executor import NamedTier

@@ -11,7 +11,7 @@ from typing import Annotated, Any, BinaryIO, Final
 import msgspec
 import typer
 
-from kvtier._cli.run import JsonFlag
+from kvtier._cli import JsonFlag
 from kvtier._telemetry.explanation import PREFIX, Explanation
 from kvtier_tools.report import finish, print_line, table
 

@@ -11,10 +11,12 @@ from kvtier.tiers.fs._maintenance.evict import Evicted, Evictor
 from kvtier.tiers.fs._maintenance.quarantine import Quarantine
 from kvtier.tiers.fs._maintenance.sweep import Sweeper
 from kvtier.tiers.fs._quota import ledger
+from kvtier.tiers.fs._quota.accounts import Accounts
 from kvtier.tiers.fs._root import NAMESPACE, DataDir, Namespace, Root
 
 __all__ = [
     "NAMESPACE",
+    "Accounts",
     "DataDir",
     "Evicted",
     "Evictor",

@@ -12,9 +12,9 @@ from urllib.error import HTTPError, URLError
 
 import typer
 
-from kvtier._cli.run import JsonFlag
-from kvtier._settings.quantities import duration
+from kvtier._cli import JsonFlag
 from kvtier.errors import KVTierError
+from kvtier_tools.durations import duration
 from kvtier_tools.report import finish, print_line
 
 _TIMEOUT_S: Final = 600.0

@@ -25,7 +25,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from kvtier._cli.run import printable
+from kvtier._cli import printable
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -35,7 +35,7 @@ Tick = Callable[[int], None]
 """Called with the number of files read since the last call."""
 
 OK: Final = 0
-PROBLEMS: Final = 1  # exit status if a problem was found; see ``run.STATUS``
+PROBLEMS: Final = 1  # exit status if a problem was found; ``kvtier --help`` lists all
 
 LINE_EVERY_S: Final = 10.0
 _UNBOUNDED_WIDTH: Final = 10_000

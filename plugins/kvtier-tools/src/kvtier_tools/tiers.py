@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import typer
 
 from kvtier import _plugins as plugins
-from kvtier._cli.run import JsonFlag
+from kvtier._cli import JsonFlag
 from kvtier._plugins import Group
-from kvtier._schema import json_schema
 from kvtier.errors import KVTierError
 from kvtier.policies._base import EvictionPolicy
 from kvtier.tiers import _registry as registry
 from kvtier_tools import report
+from kvtier_tools.schema import json_schema
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvtier._cli.run import JsonFlag, printable
+from kvtier._cli import JsonFlag, printable
 from kvtier_tools import report
 from kvtier_tools.report import Bytes, Share
 

@@ -13,7 +13,7 @@ import pytest
 from kvtier.tiers._base import Status
 from kvtier.tiers.fs._files.chunk_files import tree_bytes
 from kvtier.tiers.fs._files.native_call import StopFlag
-from kvtier.tiers.fs._quota import ledger
+from kvtier_tools.root.contents import read_ledger
 from kvtier_tools.root.verify import verify
 from tests.effort import effort
 
@@ -147,7 +147,7 @@ async def test_killed_writers_leave_soundness(world, tmp_path):
     root_fd = os.open(world.root, os.O_RDONLY)
 
     def is_right():
-        accounts, used = ledger.read(root_fd), tree_bytes(root_fd, ".", StopFlag())
+        accounts, used = read_ledger(root_fd), tree_bytes(root_fd, ".", StopFlag())
         return accounts is not None and accounts.used == used == tier.statistics().used_bytes
 
     try:

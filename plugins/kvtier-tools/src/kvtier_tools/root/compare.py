@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvtier._cli.run import JsonFlag
+from kvtier._cli import JsonFlag
 from kvtier._identity import Difference, differences
 from kvtier.errors import TierError
 from kvtier_tools.report import finish, print_line, table

@@ -21,7 +21,17 @@ from kvtier.errors import TierError
 from kvtier.keys import OffloadKey, group_index
 from kvtier.tiers._base import ignore
 from kvtier_tools import fs
-from kvtier_tools.fs import DataDir, Namespace, StopFlag, layout, ledger, opened_lock, try_lock, wait_for_lock
+from kvtier_tools.fs import (
+    Accounts,
+    DataDir,
+    Namespace,
+    StopFlag,
+    layout,
+    ledger,
+    opened_lock,
+    try_lock,
+    wait_for_lock,
+)
 from kvtier_tools.report import Tick
 
 _LEVELS: Final = (layout.PART, layout.LEAF)
@@ -186,6 +196,17 @@ class RootView(fs.Root):
             else:
                 with suppress(OSError):  # it has vanished
                     yield _found(data_dir, below, entry)
+
+
+def read_ledger(root_fd: int) -> Accounts | None:
+    """Return a root's accounts for display, without a lock. None if there are none.
+
+    A read during a write, or of another file, returns None too.
+    """
+    try:
+        return ledger.parse(layout.read_small(root_fd, ledger.LEDGER))
+    except OSError:
+        return None
 
 
 def remove_cache(root: RootView, name: str) -> bool:

@@ -8,10 +8,10 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
-from kvtier._cli.run import JsonFlag
+from kvtier._cli import JsonFlag
 from kvtier_tools.fs import Failures, StopFlag, count_failure, ledger, tree_bytes
 from kvtier_tools.report import Bytes, Tick, finish, number_of, print_line, progress, table
-from kvtier_tools.root.contents import Cache, RootView
+from kvtier_tools.root.contents import Cache, RootView, read_ledger
 from kvtier_tools.root.roots import RootArgument, require_root
 
 _SLACK: Final = 2**18
@@ -60,7 +60,7 @@ def _usage(root: RootView, tick: Tick) -> DiskUsage:
     parts = [part for one in root.namespaces() for part in _parts(measure, one)]
     parts.append(UsagePart("", "ledger", measure.bytes(ledger.FOLDER)))
     parts.append(UsagePart("", "others", sum(map(measure.bytes, root.others()))))
-    disk, accounts = os.fstatvfs(root.fd), ledger.read(root.fd)
+    disk, accounts = os.fstatvfs(root.fd), read_ledger(root.fd)
     counted = sum(part.bytes for part in parts)
     known = accounts if accounts is not None and accounts.is_exact else None
     return DiskUsage(

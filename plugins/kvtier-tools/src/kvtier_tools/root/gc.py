@@ -16,13 +16,14 @@ from typing import Annotated, Final, TypeVar
 
 import typer
 
-from kvtier._cli.run import JsonFlag
-from kvtier._settings.quantities import duration, size
+from kvtier._cli import JsonFlag
+from kvtier._settings.quantities import size
 from kvtier.errors import TierError
 from kvtier.tiers._base import ignore
+from kvtier_tools.durations import duration
 from kvtier_tools.fs import DataDir, Evicted, Evictor, Failures, StopFlag, errno_name, layout, ledger
 from kvtier_tools.report import Bytes, Tick, finish, print_line, progress
-from kvtier_tools.root.contents import Cache, ChunkFile, RootView
+from kvtier_tools.root.contents import Cache, ChunkFile, RootView, read_ledger
 from kvtier_tools.root.du import Measure
 from kvtier_tools.root.memory import MemoryFlag, RootOrMemory, remove_memory, require_root_argument
 from kvtier_tools.root.roots import NamespaceOption, require_root
@@ -157,7 +158,7 @@ def _correct_ledger(root: RootView, removed_bytes: int, since: str) -> None:
     if not removed_bytes:
         return
     with suppress(OSError):  # engines notice at their next count
-        if ledger.read(root.fd) is None:
+        if read_ledger(root.fd) is None:
             return
         shared = ledger.SharedLedger(root.fd)
         try:
@@ -181,7 +182,7 @@ class _Collection:
 
     def run(self, max_bytes: int | None, older_than_s: float | None) -> tuple[Evicted, Evicted, Evicted]:
         """Remove leftovers, then expired chunks, then chunks beyond the size."""
-        accounts = ledger.read(self._root.fd)
+        accounts = read_ledger(self._root.fd)
         swept = self._evictor.sweep(orphans=True)
         expired = evicted = _NOTHING
         if older_than_s is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from kvtier._cli.run import JsonFlag
+from kvtier._cli import JsonFlag
 from kvtier_tools.report import Bytes, Tick, ago, finish, print_line, progress, table, yes_no
 from kvtier_tools.root.contents import Cache, RootView, UnknownEntry
 from kvtier_tools.root.memory import MemoryFlag, RootOrMemory, list_memory, require_root_argument

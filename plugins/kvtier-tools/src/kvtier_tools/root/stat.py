@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from kvtier._cli.run import JsonFlag
+from kvtier._cli import JsonFlag
 from kvtier.errors import TierError
 from kvtier.keys import OffloadKey, group_index
 from kvtier.tiers._seal import Integrity

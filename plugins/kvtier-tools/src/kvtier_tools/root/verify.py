@@ -15,7 +15,7 @@ from typing import Annotated, Final
 
 import typer
 
-from kvtier._cli.run import JsonFlag
+from kvtier._cli import JsonFlag
 from kvtier._log import GuardedLogger
 from kvtier.tiers._seal import Integrity
 from kvtier_tools.fs import DataDir, FileCheck, FileChecker, Quarantine, Result, errno_name

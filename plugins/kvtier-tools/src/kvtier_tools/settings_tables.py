@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from pydantic import ByteSize, TypeAdapter
 
-from kvtier._schema import Schema, json_schema
 from kvtier._settings.quantities import SIZE_PATTERN
 from kvtier.tiers import TierConfig
+from kvtier_tools.schema import Schema, json_schema
 
 _BYTE_SIZE = TypeAdapter(ByteSize).json_schema()["anyOf"][0]["pattern"]  # other distributions have it
 _SIZES = (SIZE_PATTERN, _BYTE_SIZE)

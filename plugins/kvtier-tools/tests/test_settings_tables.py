@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier_testing.settings_tables import tables
+from kvtier_tools.settings_tables import tables
 
 
 def test_table_shows_defaults(acme):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import jsonschema
 import pytest
 
-from kvtier import _schema as schema
 from kvtier._config import TieringConfig
 from kvtier.errors import KVTierError
+from kvtier_tools import schema
 
 GOOD = [
     {"cpu_bytes_to_use": 1},

@@ -1,1 +1,0 @@
-"""The command line. Its commands come from other distributions."""
