@@ -13,11 +13,7 @@ listed with its error, and the others work.
 from __future__ import annotations
 
 import io
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
 from typing import Annotated, Any, Final
 
 import importlib_metadata
@@ -58,13 +54,12 @@ class Commands(TyperGroup):
         return sorted({*super().list_commands(ctx), *_installed(), *_DISTRIBUTIONS})
 
     def get_command(self, ctx: Any, cmd_name: str) -> Command:
-        command = super().get_command(ctx, cmd_name)
-        if command is None and cmd_name in _installed():
-            command = _load(cmd_name)
-        if command is None and cmd_name in _DISTRIBUTIONS:
+        if cmd_name in _installed():
+            return _load(cmd_name)
+        if cmd_name in _DISTRIBUTIONS:
             remedy = plugins.install_command(_DISTRIBUTIONS[cmd_name])
             return _unusable(cmd_name, f"this command is not installed: {remedy}")
-        return command
+        return super().get_command(ctx, cmd_name)
 
 
 def _installed() -> set[str]:
@@ -137,8 +132,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):  # a character may be missing in the encoding
             stream.reconfigure(errors="backslashreplace")
     try:
-        with _exit_on_signals():
-            app()
+        app()
     except (KVTierError, OSError) as error:
         _fail(str(error))
     except RecursionError:
@@ -158,25 +152,3 @@ def printable(text: str) -> str:
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text
     )
-
-
-@contextmanager
-def _exit_on_signals() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP unwind the command, so that it removes its temporary files, such as a bench's.
-
-    By default they end the process at once. Ignored signals stay ignored.
-    """
-    ours = [
-        number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL
-    ]
-    for number in ours:
-        signal.signal(number, _exit)
-    try:
-        yield
-    finally:
-        for number in ours:
-            signal.signal(number, signal.SIG_DFL)
-
-
-def _exit(number: int, _frame: FrameType | None) -> None:
-    sys.exit(128 + number)  # as a shell does

@@ -52,7 +52,7 @@ def test_error_is_one_line(monkeypatch, capsys, error: Exception, line: str) -> 
 def test_terminated_command_cleans_up(tmp_path: Path, number: int) -> None:
     code = """
 import signal, sys, tempfile, time
-from kvtier import _cli
+from kvtier import __main__, _cli
 for number in (signal.SIGTERM, signal.SIGHUP):  # which may be ignored where the tests run
     signal.signal(number, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -66,7 +66,7 @@ def busy():
 
 sys.argv[:] = ["kvtier", "busy", sys.argv[1]]
 _cli.app.registered_commands[-1].context_settings = {"allow_extra_args": True}
-_cli.main()
+__main__.main()
 """
     command = [sys.executable, "-c", code, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as busy:
