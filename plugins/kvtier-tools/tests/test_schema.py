@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jsonschema
 import pytest
 
 from kvtier._config import TieringConfig
 from kvtier.errors import KVTierError
 from kvtier_tools import schema
+from tests.unit.conftest import InstallDistribution
 
 GOOD = [
     {"cpu_bytes_to_use": 1},
@@ -34,26 +37,26 @@ BAD = [
 
 
 @pytest.fixture
-def validator(acme):
+def validator(acme: None) -> Any:
     document = schema.json_schema()
     jsonschema.Draft202012Validator.check_schema(document)
     return jsonschema.Draft202012Validator(document)
 
 
 @pytest.mark.parametrize("raw", GOOD)
-def test_accepts_valid_configurations(validator, raw):
+def test_accepts_valid_configurations(validator: Any, raw: Any) -> None:
     TieringConfig.from_mapping(raw)
     assert list(validator.iter_errors(raw)) == []
 
 
 @pytest.mark.parametrize("raw", BAD)
-def test_refuses_invalid_configurations(validator, raw):
+def test_refuses_invalid_configurations(validator: Any, raw: Any) -> None:
     with pytest.raises(KVTierError):
         TieringConfig.from_mapping(raw)
     assert not validator.is_valid(raw)
 
 
-def test_settings_are_described(acme):
+def test_settings_are_described(acme: None) -> None:
     document = schema.json_schema()
     tiers = [document["$defs"]["tier-dummy"], document["$defs"]["tier-fs"]]
     for part in (document, *tiers):
@@ -61,7 +64,7 @@ def test_settings_are_described(acme):
         assert undescribed == []
 
 
-def test_broken_tier_is_named(install_distribution):
+def test_broken_tier_is_named(install_distribution: InstallDistribution) -> None:
     install_distribution("acme-broken", "1 / 0", {"broken": "Tier"})
     document = schema.json_schema()
     assert "tier-broken" not in document["$defs"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 
 from kvtier._cli import app
 from kvtier._config import TieringConfig
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, KVTierError
 
 LLAMA = {"model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
          "hidden_size": 4096, "torch_dtype": "bfloat16"}  # fmt: skip
@@ -114,3 +115,14 @@ def test_an_unknown_cache_is_refused(tmp_path: Path, config: Any, words: str) ->
     result = CliRunner().invoke(app, ["size", str(tmp_path)])
     assert isinstance(result.exception, ConfigError)
     assert words in str(result.exception)
+
+
+def test_measuring_names_its_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("kvtier_bench")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "kvtier_bench", None)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    with pytest.raises(
+        KVTierError, match=r"--measure needs kvtier-bench: pip install \./plugins/kvtier-bench"
+    ):
+        raise CliRunner().invoke(app, ["size", str(tmp_path), "--measure"]).exception or AssertionError
