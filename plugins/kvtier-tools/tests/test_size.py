@@ -122,7 +122,5 @@ def test_measuring_names_its_distribution(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "kvtier_bench", None)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    with pytest.raises(
-        KVTierError, match=r"--measure needs kvtier-bench: pip install \./plugins/kvtier-bench"
-    ):
+    with pytest.raises(KVTierError, match=r"--measure needs kvtier-bench: pip install "):
         raise CliRunner().invoke(app, ["size", str(tmp_path), "--measure"]).exception or AssertionError

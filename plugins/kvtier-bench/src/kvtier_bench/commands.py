@@ -334,7 +334,7 @@ def _lazy(module: str) -> Any:
     try:
         return importlib.import_module(f"kvtier_bench.{module}")
     except ModuleNotFoundError as error:
-        if error.name == "kvtier_tools":
+        if str(error.name).startswith("kvtier_tools"):
             remedy = install_command("kvtier-tools")
             raise KVTierError(f"this command needs kvtier-tools: {remedy}") from error
         if error.name is None or error.name.startswith("kvtier"):
