@@ -96,11 +96,15 @@ class Request:
         return request
 
     def _named(self, hint: dict[str, Any]) -> dict[str, Any]:
-        """Return what a client says, with the hashes of blocks in place of places in host memory."""
+        """Return what a client says, with the hashes of blocks in place of places in host memory.
+
+        An engine without a connector has none: it tells whether a life fails without kvtier, too.
+        """
         hint = deepcopy(hint)
+        has_memory = self._engine.engine_core.engine_core.scheduler.connector is not None
         for envelope in (hint.get("kv_hint"), hint.get("kvtier", {}).get("hints")):
             for action in envelope["actions"] if envelope else ():
-                keys = [*_core_of(self._engine).table.visible]
+                keys = [*_core_of(self._engine).table.visible] if has_memory else []
                 places = action["payload"].pop("block_hashes", None)
                 if places is not None:
                     named = [block_of(keys[int(place * len(keys))]) for place in places if keys]
