@@ -178,12 +178,12 @@ def play(
                 request.abort()
         for what in [what for at, what in resets if at == step]:
             try:
-                reaches_tiers = "device" not in what
+                reaches_tiers = "device" not in what and "weights" not in what
                 is_done = engine.reset_prefix_cache("preempt" in what, reset_connector=reaches_tiers)
                 is_refused = reaches_tiers and not is_done
-                if is_done and reaches_tiers:
+                if is_done and "device" not in what:
                     weights = new.pop(0)
-                    reweigh(llm, weights)
+                    reweigh(llm, weights, is_told=reaches_tiers)
             except RuntimeError:  # vLLM refuses while a preempted request is being loaded
                 resets.append([step + 1, what])
         if not waiting and not engine.has_unfinished_requests():
@@ -201,10 +201,17 @@ def play(
     return {"heard": heard, "weights": weights}
 
 
-def reweigh(llm: Any, weights: int) -> dict[str, Any]:
-    """Give the model other weights, which follow from a number; with 0 those of its files."""
-    llm.collective_rpc(_reweigh, args=(weights,))
+def reweigh(llm: Any, weights: int, *, is_told: bool = True) -> dict[str, Any]:
+    """Give the model other weights, which follow from a number; with 0 those of its files.
+
+    If kvtier ``is_told`` by a reset, the function's name does not tell it again.
+    """
+    llm.collective_rpc(_reweigh if is_told else _load_weights, args=(weights,))
     return {}
+
+
+def _load_weights(worker: Any, weights: int) -> None:
+    _reweigh(worker, weights)
 
 
 def _reweigh(worker: Any, weights: int) -> None:

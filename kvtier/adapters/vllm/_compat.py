@@ -151,6 +151,9 @@ CAPS_HITS_BY_EXPERTS = REPORTS_RESET_FLUSH
 """Whether vLLM loads no more of a prompt than it has the routed experts of, if it returns them (0.33)."""
 
 
+CHANGES_WEIGHTS: Final = re.compile(r"(?!(compute|init|shutdown|supports)_|update_weights$).*weight", re.I)
+"""Names of functions that give workers new weights. ``update_weights`` comes between two that count."""
+
 _CROP_LONE_IMAGES: Final = frozenset(() if TRACKS_BLOCKS else ("DeepseekVLV2ForCausalLM", "H2OVLChatModel"))
 """Models that crop an image only if its request has few others. From 0.33 on, its hash says so."""
 
@@ -258,8 +261,8 @@ class EngineContext:
         connector: Any = self.connector
         if connector is None or self.vllm_config.lora_config is None:
             return
-        executor = next((it.model_executor for it, _, _ in _callers() if hasattr(it, "model_executor")), None)
-        if executor is not None:
+        if (core := _engine_core()) is not None:
+            executor = core.model_executor
             executor.add_lora = partial(self._note_and_add, executor.add_lora)
         connector.on_new_request = partial(self._note_and_begin, connector.on_new_request)
 
@@ -435,6 +438,24 @@ class EngineContext:
         return getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None) or 1
 
 
+def watch_weights(changes: Callable[[], None]) -> None:
+    """Call ``changes`` whenever workers are about to get new weights: vLLM tells its workers alone.
+
+    Call this while the engine makes its scheduler.
+    """
+    if (core := _engine_core()) is not None:
+        core.collective_rpc = partial(_note_and_call, core.collective_rpc, changes)
+
+
+def _note_and_call(
+    call: Callable[..., Any], changes: Callable[[], None], method: object, *args: Any, **kwargs: Any
+) -> Any:
+    """Call a method of the workers, of vLLM or a user's own, or a function."""
+    if CHANGES_WEIGHTS.match(str(getattr(method, "__name__", method))):
+        changes()
+    return call(method, *args, **kwargs)
+
+
 def _forget_and_free(cache: Any, free: Callable[[Request], Any], request: Request) -> Any:
     """Free the blocks of a request. If it still runs, it is being preempted."""
     if request.status is RequestStatus.RUNNING:
@@ -490,6 +511,11 @@ def outer_connector() -> KVTransferConfig | None:
         if isinstance(maker, KVConnectorBase_V1) and not isinstance(maker, OffloadingConnector):
             return config.kv_transfer_config if isinstance(config, VllmConfig) else KVTransferConfig()
     return None
+
+
+def _engine_core() -> Any:
+    """Return vLLM's engine core if it is making this connector, else None."""
+    return next((it for it, _, _ in _callers() if hasattr(it, "model_executor")), None)
 
 
 def _callers() -> Iterator[tuple[Any, ...]]:

@@ -23,6 +23,7 @@ from kvtier.adapters.vllm._compat import (
     limit_refusals,
     outer_connector,
     warn_if_untested,
+    watch_weights,
 )
 
 # isort: split
@@ -190,7 +191,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
             core.adopt(region.trailers, adopted_slots(region.trailers, identity))
         executor = start_executor(self._settings, tiers, identity, region, slot_checksums)
         _populate(region, executor.events, _numa_parts(self._shape, status_table))
-        return KVTierManager(
+        manager = KVTierManager(
             core,
             executor,
             self._published(core, executor, tiers, status_table),
@@ -218,6 +219,8 @@ class KVTierOffloadingSpec(OffloadingSpec):
                 _shut_down, executor, region, status_table, self._settings.drain_on_shutdown_s
             ),
         )
+        watch_weights(manager.on_new_weights)
+        return manager
 
     def _status_table(self, region: Region) -> StatusTable:
         """Return the reports of the workers, which vLLM makes first; ConfigError if one has other memory."""
