@@ -27,6 +27,7 @@ from vllm.renderers.base import BaseRenderer
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCoreProc
 
 from kvtier.adapters.vllm._compat import CHANGES_WEIGHTS, TRACKS_BLOCKS, EngineContext, watch_weights
 from tests.integration.configurations import configure, identity_of, make_model
@@ -89,14 +90,15 @@ def test_new_weights_are_noticed() -> None:
     core = _Core(calls)
     for method in ("reload_weights", "update_weights", load_weights, "profile"):
         core.collective_rpc(method, 1.0)
+    sent: tuple[object, ...] = ("profile", None, (), {})  # as the engine's process gets it
+    core.collective_rpc(*EngineCoreProc._convert_msgspec_args(core.collective_rpc, sent))
     core.collective_rpc(method="compute_weight_checksums")
     changes = "changes"
     assert calls == [
         *(changes, "reload_weights"),
         "update_weights",
         *(changes, load_weights),
-        "profile",
-        "compute_weight_checksums",
+        *("profile", "profile", "compute_weight_checksums"),
     ]
 
 
@@ -112,7 +114,9 @@ class _Core:
         self.calls = calls
         watch_weights(lambda: calls.append("changes"))
 
-    def collective_rpc(self, method: object, timeout: float | None = None) -> None:
+    def collective_rpc(
+        self, method: object, timeout: float | None = None, args: object = (), kwargs: object = None
+    ) -> None:
         self.calls.append(method)
 
 

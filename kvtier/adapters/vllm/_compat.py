@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import partial
+from functools import partial, wraps
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
@@ -443,17 +443,17 @@ def watch_weights(changes: Callable[[], None]) -> None:
 
     Call this while the engine makes its scheduler.
     """
-    if (core := _engine_core()) is not None:
-        core.collective_rpc = partial(_note_and_call, core.collective_rpc, changes)
+    if (core := _engine_core()) is None:
+        return
+    call = core.collective_rpc
 
+    @wraps(call)  # vLLM converts arguments by the signature
+    def collective_rpc(method: object, *args: Any, **kwargs: Any) -> Any:
+        if CHANGES_WEIGHTS.match(str(getattr(method, "__name__", method))):
+            changes()
+        return call(method, *args, **kwargs)
 
-def _note_and_call(
-    call: Callable[..., Any], changes: Callable[[], None], method: object, *args: Any, **kwargs: Any
-) -> Any:
-    """Call a method of the workers, of vLLM or a user's own, or a function."""
-    if CHANGES_WEIGHTS.match(str(getattr(method, "__name__", method))):
-        changes()
-    return call(method, *args, **kwargs)
+    core.collective_rpc = collective_rpc
 
 
 def _forget_and_free(cache: Any, free: Callable[[Request], Any], request: Request) -> Any:
