@@ -88,7 +88,7 @@ def test_new_weights_are_noticed() -> None:
     """vLLM tells its connectors of none, but its engine passes calls of workers' methods on."""
     calls: list[object] = []
     core = _Core(calls)
-    for method in ("reload_weights", "update_weights", load_weights, "profile"):
+    for method in ("reload_weights", "update_weights", load_weights, "apply_model", "profile"):
         core.collective_rpc(method, 1.0)
     sent: tuple[object, ...] = ("profile", None, (), {})  # as the engine's process gets it
     core.collective_rpc(*EngineCoreProc._convert_msgspec_args(core.collective_rpc, sent))
@@ -97,7 +97,7 @@ def test_new_weights_are_noticed() -> None:
     assert calls == [
         *(changes, "reload_weights"),
         "update_weights",
-        *(changes, load_weights),
+        *(changes, load_weights, changes, "apply_model"),
         *("profile", "profile", "compute_weight_checksums"),
     ]
 

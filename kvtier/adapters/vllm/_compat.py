@@ -151,8 +151,10 @@ CAPS_HITS_BY_EXPERTS = REPORTS_RESET_FLUSH
 """Whether vLLM loads no more of a prompt than it has the routed experts of, if it returns them (0.33)."""
 
 
-CHANGES_WEIGHTS: Final = re.compile(r"(?!(compute|init|shutdown|supports)_|update_weights$).*weight", re.I)
-"""Names of functions that give workers new weights. ``update_weights`` comes between two that count."""
+CHANGES_WEIGHTS: Final = re.compile(
+    r"apply_model$|(?!(compute|init|shutdown|supports)_|update_weights$).*weight", re.I
+)
+"""Names of functions that can give workers new weights. ``update_weights`` comes between two that count."""
 
 _CROP_LONE_IMAGES: Final = frozenset(() if TRACKS_BLOCKS else ("DeepseekVLV2ForCausalLM", "H2OVLChatModel"))
 """Models that crop an image only if its request has few others. From 0.33 on, its hash says so."""
