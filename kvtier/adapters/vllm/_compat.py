@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial, wraps
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import vllm
@@ -513,6 +514,11 @@ def outer_connector() -> KVTransferConfig | None:
         if isinstance(maker, KVConnectorBase_V1) and not isinstance(maker, OffloadingConnector):
             return config.kv_transfer_config if isinstance(config, VllmConfig) else KVTransferConfig()
     return None
+
+
+def is_for_snapshot() -> bool:
+    """Return whether ``vllm snapshot create`` runs this engine: its processes have the server's arguments."""
+    return Path(sys.argv[0]).parts[-3:] == ("vllm", "snapshot", "server.py")
 
 
 def _engine_core() -> Any:

@@ -20,6 +20,7 @@ from kvtier.adapters.vllm._compat import (
     SCHEDULE_ENDS_LAST,
     CacheHitSource,
     engine_context,
+    is_for_snapshot,
     limit_refusals,
     outer_connector,
     warn_if_untested,
@@ -109,6 +110,11 @@ class KVTierOffloadingSpec(OffloadingSpec):
             raise ConfigError(
                 "external_launcher is supported for one process only: each process schedules for itself, and "
                 'learns of its own worker\'s copies alone. Set distributed_executor_backend to "mp"'
+            )
+        if is_for_snapshot():
+            raise ConfigError(
+                "vllm snapshot is not supported: engines restored from one snapshot use the same memory, and "
+                "overwrite one another's chunks. Remove kvtier, or start engines without a snapshot"
             )
         if self._engine.kv_cache_config.hisparse_host_num_blocks is not None:
             raise ConfigError(
