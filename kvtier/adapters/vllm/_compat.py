@@ -518,7 +518,7 @@ def outer_connector() -> KVTransferConfig | None:
 
 def is_for_snapshot() -> bool:
     """Return whether ``vllm snapshot create`` runs this engine: its processes have the server's arguments."""
-    return Path(sys.argv[0]).parts[-3:] == ("vllm", "snapshot", "server.py")
+    return Path("".join(sys.argv[:1])).parts[-3:] == ("vllm", "snapshot", "server.py")
 
 
 def _engine_core() -> Any:
