@@ -89,8 +89,9 @@ class Claims:
 
     @property
     def is_promoting(self) -> bool:
-        """Whether chunks are being promoted, or could be: they are due, and there is room to keep them."""
-        return bool(self._due) and (self._request is not None or self._pin_room > 0)
+        """Whether chunks are being promoted, or could be: due, with room, and no request waits."""
+        may_begin = self._pin_room > 0 and self._holds.first is None
+        return bool(self._due) and (self._request is not None or may_begin)
 
     def has(self, name: str) -> bool:
         return name in self._claims

@@ -54,6 +54,11 @@ MUTATIONS = (
         (("self._driver.reset()", "pass"),),
     ),
     Mutation(
+        "new_weights_hide_no_chunk",
+        f"{_MANAGER}.on_new_weights",
+        (("self._driver.reset()", "pass"),),
+    ),
+    Mutation(
         "request_is_never_closed",
         f"{_MANAGER}.on_request_finished",
         (("self.core.close(request, self._clock())", "pass"),),

@@ -164,7 +164,7 @@ class KVTierManager(OffloadingManager):
         self._stores: dict[OffloadKey, Reservation] = {}
         self._doubtful: set[Reservation] = set()  # stores in flight that may hold no KV
         self._flushing: list[_Flushing] = []
-        self._has_old_blocks = False  # the device may hold KV from before the last reset, until the next one
+        self._has_old_blocks = False  # the device may hold KV from before the last reset
         self._closed = False
 
     # --- requests --------------------------------------------------------------------------------
@@ -172,6 +172,7 @@ class KVTierManager(OffloadingManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         if req_context.req_id in self.requests:  # an earlier one of this name has not ended
             self.on_request_finished(req_context)
+        self._has_old_blocks = self._has_old_blocks and self._engine.has_blocks()
         tiers = allowed_tiers(req_context.load_tier_filter, self._published.locations)
         request = self.requests[req_context.req_id] = Request(req_context.req_id, tiers)
         params, session, self.session = req_context.kv_transfer_params, self.session, ""
@@ -399,12 +400,7 @@ class KVTierManager(OffloadingManager):
         failed because blocks are in use. Its prefix cache then gives old blocks to later requests.
         """
         self._on_reset()
-        self._has_old_blocks = self._engine.has_blocks()
-        if self._has_old_blocks:
-            logger.warning(
-                "nothing is stored until the next reset: the device kept its blocks through the last one, "
-                "because some were in use; reset with reset_running_requests, or while idle"
-            )
+        self._note_old_blocks()
         if self._stores or self._loads:
             # vLLM tells workers with the next step which copies to wait for. From 0.33 on it says when
             # they are through; before, they are when the step after so many others is scheduled.
@@ -413,6 +409,11 @@ class KVTierManager(OffloadingManager):
         self._stores.clear()
         self._loads.clear()
         self._failed_loads.clear()
+        self._driver.reset()
+
+    def on_new_weights(self) -> None:
+        """Hide what is stored: workers get new weights. Copies in flight end as usual."""
+        self._note_old_blocks()
         self._driver.reset()
 
     def on_reset_flushed(self) -> None:
@@ -453,6 +454,14 @@ class KVTierManager(OffloadingManager):
         return [self._published.info]
 
     # --- inside ----------------------------------------------------------------------------------
+
+    def _note_old_blocks(self) -> None:
+        self._has_old_blocks = self._engine.has_blocks()
+        if self._has_old_blocks:
+            logger.warning(
+                "nothing is stored until the next reset: the device has blocks from before this one, or from "
+                "before new weights; reset with reset_running_requests, or while idle"
+            )
 
     def _store_refusal(self, req_id: str) -> str | None:
         """Return why a request stores nothing, in a word of ``reasons.STORE_REFUSED``; else None."""
