@@ -161,8 +161,8 @@ class KVTierConnector(OffloadingConnector):
         """See vLLM: the scheduler's process. Before 0.33 it does not note the blocks of other connectors."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if not TRACKS_BLOCKS:
-            got = {block_id for group in blocks.get_block_ids() for block_id in group if block_id}
-            self.scheduler._current_batch_allocated_block_ids |= got
+            for group in blocks.get_block_ids():
+                self.scheduler._current_batch_allocated_block_ids.update(filter(None, group))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """See vLLM: called in the scheduler's process in each step. Stores of wrong blocks copy nothing.
