@@ -114,8 +114,9 @@ class ChunkTable:
     @property
     def evictable(self) -> int:
         """How many chunks may be evicted, as far as the policy knows."""
+        orders = self.orders if self.users else self.orders[DEFAULT : DEFAULT + 1]
         try:
-            return sum(map(len, self.orders))
+            return sum(map(len, orders))
         except Exception:
             self._replace_policy("raised")
             return sum(map(len, self.orders))

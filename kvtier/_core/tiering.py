@@ -156,23 +156,29 @@ class Tiering:
     def settle(self, now_s: float) -> None:
         """End a round of questions: promote what is wanted, keep the deadlines, keep the reserve free."""
         self.claims.start_round(now_s)
-        self.priorities.expire(now_s)
-        self._count_misses()
+        if self.priorities.ending:
+            self.priorities.expire(now_s)
+        if self._missing:
+            self._count_misses()
         asked, self._asked = self._asked, []
-        self.shared.gate.begin_round()
-        self.promotions.start_round(now_s)
         self._round = object()
-        self.promotions.give_up_overdue(now_s)
-        self._hold_or_serve(asked, now_s)
-        self._expire_requests(now_s)
-        self._promote(asked, now_s)  # only now, when the hits of all are pinned
-        self.claims.pin_arrived()
-        self._drop_released()
+        if asked or self.holds.pending or self.holds.awaiting or self.shared.transfers:
+            self.shared.gate.begin_round()
+            self.promotions.start_round(now_s)
+            self.promotions.give_up_overdue(now_s)
+            self._hold_or_serve(asked, now_s)
+            self._expire_requests(now_s)
+            self._promote(asked, now_s)  # only now, when the hits of all are pinned
+        if self.claims.arriving:
+            self.claims.pin_arrived()
+        if self.table.users:
+            self._drop_released()
         if self._tiers:
             self.holds.evict_to_reserve()
         if self.cascades.reused or self.cascades.offered_again:
             self.cascades.follow_reuse(now_s)
-        self.shared.note_policy()
+        if self.table.faults:
+            self.shared.note_policy()
         if self._has_damage:
             self._has_damage = False
             self.disable_after_audit(None, "when it was about to be put into a tier")
@@ -202,7 +208,7 @@ class Tiering:
                 self.holds.release(request)
 
     def _drop_released(self) -> None:
-        if self.table.users and (released := self.priorities.released()):
+        if released := self.priorities.released():
             self._counts["released",] += len(released)
             self.table.pin(released)
             self._drop(released)

@@ -143,8 +143,9 @@ class Holds:
 
     def evict_to_reserve(self) -> None:
         """Evict until slots are free for chunks that a get may find."""
-        if (short := self.free_reserve - self._shared.table.room) > 0:
-            self._shared.evict(short)
+        room = self._shared.table.room
+        if room < self.reserve:
+            self._shared.evict(self.free_reserve - room)
 
     @property
     def free_reserve(self) -> int:

@@ -78,9 +78,10 @@ class Promotions:
             self._get_for(request, known, now_s)
         if unknown:
             slot_use = SlotUse.FREE if unsure_before else SlotUse.EVICT
-            front = [key for key in unknown if not self._is_windowed(key)]
+            front = [key for key in unknown if not self._is_windowed(key)] if self._windowed else unknown
             self._tiers.ask(front, {request: None}, now_s, 0, slot_use)
-            if not front or front[0] in expected:  # else the prefix ends sooner, or that is not decided yet
+            if self._windowed and (not front or front[0] in expected):
+                # Else the prefix ends sooner, or that is not decided yet.
                 windowed = [key for key in unknown if self._is_windowed(key)]
                 self._tiers.ask(windowed, {request: None}, now_s, 0, SlotUse.NONE)
         if wait is not None:

@@ -375,15 +375,12 @@ class KVTierManager(OffloadingManager):
                 elif request.no_store == "preempted":
                     request.no_store = None
                 request.is_placed = True
-        self._driver.on_events(
-            self._events
-        )  # first: transfers that ended while the engine was idle are not overdue
-        self._driver.settle()
+        self._driver.end_round(self._events)
         if self._steps is not None:
             self._steps.start_step()
         if self._explainer.tracked:
             self._explainer.step_ended(context.new_req_ids)
-        if not REPORTS_RESET_FLUSH:
+        if self._flushing and not REPORTS_RESET_FLUSH:
             self._count_down()
         if self._workers.is_lost:
             self._stop_copying()
