@@ -38,7 +38,6 @@ class Wait:
         self.until_s: float | None = None  # when its time is over; None before it begins
         self.keys: dict[OffloadKey, None] = {}  # keys that no tier had, in the order of the request's lookups
         self.again_s = inf  # when tiers are to be asked for them again; infinite while they are
-        self.has_news = True  # an answer or a question came since the last ``update``
         self.has_waited = False  # ``keys`` was not empty at some time
         self.outcome = ""  # a word of ``reasons.WAITS``; empty before the end, and if all arrived
         self.leading = 0  # chunks found by the request's last scan and not held for it
@@ -71,10 +70,8 @@ class Wait:
         now_s: float,
         *,
         failed: bool,
-        is_news: bool = True,
     ) -> None:
         """Note a tier's answer for ``keys``. Chunks that a tier failed to return are not awaited."""
-        self.has_news = self.has_news or is_news
         self.postpone(now_s)
         if failed:
             self._failed.update(key for key in keys if key in self._wanted)
@@ -95,7 +92,6 @@ class Wait:
         if any(key in self.keys for key in missed):
             self.give_up(now_s)
             return [*missed, *awaited]
-        self.has_news = self.has_news or bool(missed)
         if awaited:
             self.has_waited = True
             self.keys.update(awaited)
@@ -110,7 +106,6 @@ class Wait:
         now_s: float,
     ) -> None:
         """Drop keys that were found, are no longer wanted, or follow an absent one."""
-        self.has_news = False
         self._wanted = frozenset(wanted)
         left: dict[OffloadKey, None] = {}
         for key in wanted if self.keys else ():

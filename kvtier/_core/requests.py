@@ -85,10 +85,10 @@ class Request(Stateful):
     absent: set[OffloadKey] = field(default_factory=set)
     why_absent: dict[OffloadKey, str] = field(default_factory=dict)  # if tiers may have the key
     located: dict[OffloadKey, int] = field(default_factory=dict)  # keys that a tier has, with the tier
-    blocked: OffloadKey | None = None  # the first located key that had no slot; set if ``answers_stand``
     locates: bool = False  # it only locates chunks: nothing is promoted for it
     is_prefetch: bool = False  # no client waits for it: it yields to all other requests
-    answers_stand: bool = False  # it waits, and the same lookups would get the same answers as before
+    answers_stand: bool = False  # the same lookups get the same answers: until ``note_change``
+    blocked: OffloadKey | None = None  # then: the first located key that had no slot
     wait: Wait | None = None  # for chunks that no tier has yet; None if these are misses at once
     terms: Terms | None = None  # the terms of its claim, if it has one
     priority: int = DEFAULT  # the chunks that it uses get it, unless another request gives them a higher one
@@ -131,11 +131,11 @@ class Request(Stateful):
         self.first = first
         if self.no_store == "preempted":  # the engine forgets its old blocks before it asks
             self.no_store = None
-        self.answers_stand = False
+        self.note_change()
         self.hits.clear()
         self.wanted.clear()
         if self.wait is not None:
-            self.wait.has_news, self.wait.leading = True, 0
+            self.wait.leading = 0
         if self.record is not None:
             self.record.began(round_)
 
@@ -144,6 +144,10 @@ class Request(Stateful):
         self.absent.update(keys)
         if why:
             self.why_absent.update(dict.fromkeys(keys, why))
+        self.note_change()
+
+    def note_change(self) -> None:
+        """Note that the same lookups may get other answers from now on."""
         self.answers_stand = False
 
     def forget_locations(self) -> None:
@@ -156,4 +160,3 @@ class Request(Stateful):
         self.hits.clear()
         self.wanted.clear()
         self.forget_locations()
-        self.deadline_s = None

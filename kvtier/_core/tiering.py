@@ -105,7 +105,6 @@ class Tiering:
         if key == request.first:
             if request.round is not self._round:
                 request.round = self._round
-                request.hits.clear()  # they are held
                 self._asked.append(request)
             return _RETRY
         if request.round is not self._round:
@@ -226,14 +225,13 @@ class Tiering:
         if request in self.holds.pending or request.state is not RequestState.IDLE:
             self.promotions.waits.close(request)
             request.move(RequestEvent.SERVED)
-            request.deadline_s = None
             self.holds.unhold(request)
 
     def scheduled(self, request: Request) -> None:
         """Note that the engine computes the request from now on, even if answers for a group are pending."""
         request.wanted.clear()
         self.served(request)
-        request.wait = None
+        self.promotions.waits.close(request)
         self.shared.gate.running.add(request)
 
     def restart(self, request: Request) -> None:
@@ -273,11 +271,10 @@ class Tiering:
         if self.epoch or self.shared.windowed:
             # After a reset, chunks of other engines are not for this one. Windows lack some of their chunks.
             self.promotions.waits.close(request)
-        if request.deadline_s is None:
-            request.deadline_s = now_s + self.shared.limits.request_deadline_s
         if request.wait is not None:
             request.wait.start_clock(now_s)
         self.holds.hold(request)
+        self.holds.start_clock(request, now_s)
         self.holds.unpin_unasked(request)
 
     def _hold_hits(self) -> None:

@@ -81,11 +81,11 @@ class Gets:
         is_news = not transfer.is_poll or bool(event.reasons) or any(event.answers)
         is_news = is_news or any(key in self._shared.table.visible for key in transfer.keys)
         for request in waiters:
-            request.answers_stand = request.answers_stand and not is_news
+            if is_news:
+                request.note_change()
             if request.wait is not None:
                 missing = () if transfer.located else select(transfer.keys, event.answers, Answer.MISSING)
-                failed = bool(event.reasons)
-                request.wait.note_answer(transfer.keys, missing, now_s, failed=failed, is_news=is_news)
+                request.wait.note_answer(transfer.keys, missing, now_s, failed=bool(event.reasons))
         if any(request.record for request in waiters):
             self._record_missing(waiters, transfer, event)
         copied = self._complete(transfer, event.answers, loading(waiters))
@@ -100,6 +100,7 @@ class Gets:
         self.record(transfer.waiters, transfer.tier, transfer.keys, "timeout")
         for request in transfer.waiters:
             if request.wait is not None:
+                request.note_change()
                 request.wait.note_answer(transfer.keys, (), now_s, failed=True)
         return waiting(transfer)
 

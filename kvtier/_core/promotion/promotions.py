@@ -48,19 +48,19 @@ class Promotions:
         Nothing is evicted for a key while the location of an earlier one is unknown, and nothing is promoted
         behind a key that no tier has.
         """
-        if request.wait is not None and request.wait.has_news:
+        if not request.answers_stand:
             self.waits.update(request, now_s)
-        elif request.answers_stand and (request.awaits_any or self._is_blocked(request)):
+        elif request.awaits_any or self._is_blocked(request):
             return
         expected, visible = self._gets.expected[request.tiers], self._shared.table.visible
         located, wait = request.located, request.wait if request.awaits_any else None
         known: list[OffloadKey] = []
         unknown: list[OffloadKey] = []
         unsure = unsure_before = False
-        request.answers_stand = not self._windowed
+        stand = not self._windowed and request.absent.isdisjoint(request.wanted)
         for key in refresh_wanted(request, self._windowed):
             if key in visible:
-                request.answers_stand = False
+                stand = False
                 continue
             transfer = expected.get(key)
             if transfer is not None and not self._has_to_decide(request, transfer):
@@ -74,6 +74,7 @@ class Promotions:
             elif not unsure or self._is_windowed(key):
                 known.append(key)
             unsure = unsure or not (key in located or self._is_windowed(key))
+        request.answers_stand = stand
         if known:
             self._get_for(request, known, now_s)
         if unknown:
@@ -215,9 +216,7 @@ def _drop_located_later(keys: Keys, waiters: Waiters, tier: int) -> list[Offload
     """
     left = [key for key in keys if any(request.located.get(key, tier) <= tier for request in waiters)]
     for request in waiters if len(left) < len(keys) else ():
-        request.answers_stand = False
-        if request.wait is not None:
-            request.wait.has_news = True
+        request.note_change()
     return left
 
 

@@ -50,7 +50,7 @@ class Waits:
         due: list[Request] = []
         for request in list(self._holds.awaiting):
             wait = request.wait
-            if wait is None or wait.has_news or not wait.keys:
+            if wait is None or not request.answers_stand or not wait.keys:
                 self.update(request, now_s)
                 news.append(request)
             if wait is None or not wait.keys:
@@ -110,7 +110,7 @@ class Waits:
                 return
             self.update(request, now_s)  # its chunks may have been promoted for others
             if request.wait is None or not request.wait.keys:
-                request.answers_stand = False
+                request.note_change()
                 continue
             if request.wait.is_over(now_s):
                 request.addresses = ()  # its last question is for all
