@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from kvtier._core.awaited import Wait
 from kvtier._core.chunks import DEFAULT, Chunk, block_of
 from kvtier._core.states import REQUEST_MOVES, RequestState, Stateful
 from kvtier.keys import OffloadKey
 from kvtier.policies._base import Run
+
+if TYPE_CHECKING:
+    from kvtier._core.promotion.waits import Wait
 
 
 class LookupRecord:

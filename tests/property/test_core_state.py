@@ -17,7 +17,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvtier._core.awaited import Wait
 from kvtier._core.chunks import Chunk
 from kvtier._core.limits import Limits
 from kvtier._core.messages import (
@@ -34,6 +33,7 @@ from kvtier._core.messages import (
     Touch,
     TransferHealth,
 )
+from kvtier._core.promotion.waits import Wait
 from kvtier._core.requests import Request, Terms
 from kvtier._core.slot_trailers import SlotTrailers
 from kvtier._core.states import BreakerState, ChunkState, Lookup, RequestState

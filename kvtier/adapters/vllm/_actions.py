@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from math import inf
 
-from kvtier._core.awaited import Wait
 from kvtier._core.chunks import DEFAULT, LOW
 from kvtier._core.messages import MAX_ADDRESSES
+from kvtier._core.promotion.waits import Wait
 from kvtier._core.requests import Request, Terms
 from kvtier._core.tiering import PRIMARY, Tiering
 from kvtier.adapters.vllm import _hints as hints
