@@ -27,7 +27,7 @@ from kvtier._cli import report
 from kvtier._cli.limits import Need, chunks_need, disk_need, memory_needs
 from kvtier._cli.root.memory import summary
 from kvtier._config import TieringConfig
-from kvtier._core.tiering import PRIMARY
+from kvtier._core.shared import PRIMARY
 from kvtier._execution.executor import NamedTier
 from kvtier._identity import Identity
 from kvtier._log import GuardedLogger

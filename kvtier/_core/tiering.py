@@ -15,17 +15,18 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 
-from kvtier._core import messages
+from kvtier._core import audits, messages
 from kvtier._core.cascade import Cascades
 from kvtier._core.chunks import DEFAULT, Chunk, ChunkTable
 from kvtier._core.claims import Claims
 from kvtier._core.kv_events import KVEvent
 from kvtier._core.limits import Limits
+from kvtier._core.misses import Misses
 from kvtier._core.priorities import Priorities
 from kvtier._core.promotion.promotions import Promotions
 from kvtier._core.requests import Request
 from kvtier._core.reuse_tracker import ReuseTracker
-from kvtier._core.shared import Count, Keys, Notice, SharedState
+from kvtier._core.shared import PRIMARY, Count, Keys, Notice, SharedState
 from kvtier._core.slot_trailers import SlotTrailers
 from kvtier._core.states import ChunkState, Lookup, RequestEvent, RequestState
 from kvtier._core.tiers.tier_status import TierStatus
@@ -33,9 +34,6 @@ from kvtier._core.transfers import Handle, Pinned, Reservation
 from kvtier.errors import StateError
 from kvtier.keys import OffloadKey, group_index
 from kvtier.policies._base import EvictionPolicy
-
-PRIMARY = "cpu"
-"""How counts name the primary tier."""
 
 _READY = ChunkState.READY
 _HIT, _MISS, _PENDING, _RETRY = Lookup.HIT, Lookup.MISS, Lookup.PENDING, Lookup.RETRY
@@ -71,7 +69,7 @@ class Tiering:
         self._visible = self.table.visible
         self._counts = self.shared.counts
         self._asked: list[Request] = []
-        self._missing: list[Request] = []  # asked for chunks in this round that are missing
+        self._misses = Misses(self.shared)
         self._round: object = object()
         self._has_damage = False
         # Why nothing is stored, and each round that begins is answered MISS: a word of ``reasons.MISS``.
@@ -126,37 +124,14 @@ class Tiering:
         return _PENDING if chunk is not None or key in request.located else _RETRY
 
     def _miss(self, key: OffloadKey, request: Request, reason: str) -> Lookup:
-        misses = request.misses
-        if not misses:
-            self._missing.append(request)
-        misses[key] = reason
-        if request.record is not None:
-            request.record.missed(self._round, key, reason)
+        self._misses.note(self._round, key, request, reason)
         return _MISS
-
-    def _count_misses(self) -> None:
-        """Count the round's misses, except of requests that are asked again, each of a request once.
-
-        The engine repeats a scan whose answers are pending, and one of a request that it cannot schedule yet.
-        """
-        reasons: list[str] = []
-        for request in self._missing:
-            misses, request.misses = request.misses, {}
-            if request.is_prefetch or (request.wanted and request.round is self._round):
-                continue
-            for counted in misses.keys() & request.missed:
-                del misses[counted]
-            reasons += misses.values()
-            request.missed.update(misses)
-        for reason in set(reasons):
-            self._counts["miss", reason] += reasons.count(reason)
-        self._missing.clear()
 
     def settle(self, now_s: float) -> None:
         """End a round of questions: promote what is wanted, keep the deadlines, keep the reserve free."""
         self.claims.start_round(now_s)
         self.priorities.expire(now_s)
-        self._count_misses()
+        self._misses.count(self._round)
         asked, self._asked = self._asked, []
         self.shared.gate.begin_round()
         self.promotions.start_round(now_s)
@@ -560,26 +535,10 @@ class Tiering:
 
         Its chunks are dropped, unless they were loaded before. As with ``fail_load``, a HIT in the current
         round is void. ``tier`` is None if the damage arose in the primary tier, or between it and the device.
-        Every chunk goes that way, so no tier is used then, and nothing is stored. ``where`` is for the log:
-        which chunk it was, and when the damage was noticed.
+        Every chunk goes that way, so no tier is used then, and nothing is stored.
         """
-        name = PRIMARY if tier is None else self._tiers[tier].name
-        if self.table.trailers is not None:
-            self.table.trailers.reset()  # evicted and loaded chunks lose theirs, too
-        self._counts["audit_failed", name] += 1
         self.refusal = "audit" if tier is None else self.refusal
-        for index, status in enumerate(self._tiers):
-            if tier in (None, index) and not status.failed_audit:
-                status.failed_audit = True
-                self.shared.kv_events.clear(index)
-                if status.in_place:
-                    self.table.give_up_adopted()
-        given = [chunk for chunk in self.table.all if chunk.state is _READY and tier in (None, chunk.origin)]
-        self.table.pin(given)
-        self._drop(given)
-        what = "nothing is stored or loaded" if tier is None else "it is not used"
-        text = f"an audit has found a chunk damaged, {where}: {what} any more until a restart"
-        self.shared.notices.append(Notice(f"tier {name}", text))
+        self._drop(audits.disable(self.shared, tier, where))
 
     @property
     def is_idle(self) -> bool:

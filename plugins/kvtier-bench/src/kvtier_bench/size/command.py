@@ -15,7 +15,7 @@ import typer
 from kvtier._cli import report
 from kvtier._cli.limits import Need, chunks_need, disk_need, memory_needs
 from kvtier._cli.report import Bytes
-from kvtier._core.tiering import PRIMARY
+from kvtier._core.shared import PRIMARY
 from kvtier._memory.layout import default_blocks_per_chunk, whole_pages
 from kvtier._settings.quantities import MOST_BYTES, size
 from kvtier_bench.size.model_shape import ITEM_BYTES, Config, LayerGroup, ModelShape, read_config, shape_of
