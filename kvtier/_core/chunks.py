@@ -104,8 +104,12 @@ class ChunkTable:
         self.free[:0] = reversed(added)
         self._call(DEFAULT, lambda policy: policy.resize(len(self.all)))
 
-    def adopt(self, keys: Mapping[OffloadKey, int]) -> None:
-        """Add the slots of chunks of the engine before, the least recently used first."""
+    def adopt(self, trailers: SlotTrailers, keys: Mapping[OffloadKey, int]) -> None:
+        """Add the slots of chunks of the engine before, the least recently used first; keep entries of all.
+
+        A tier that works in place verifies them. Call it before any slot is ready.
+        """
+        self.trailers = trailers
         self.adopted = {key: Chunk(slot, key) for key, slot in keys.items()}
         self._adopted_slots = frozenset(keys.values())
         self.all += self.adopted.values()

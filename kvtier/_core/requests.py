@@ -120,10 +120,6 @@ class Request(Stateful):
         """Whether it waits for chunks that no tier has yet."""
         return self.wait is not None and bool(self.wait.keys)
 
-    def addresses_for(self, key: OffloadKey) -> tuple[str, ...]:
-        """Return the addresses of engines that have a chunk, by its client's hint."""
-        return self.addresses if self.names(key) else ()
-
     def names(self, key: OffloadKey) -> bool:
         """Return whether the chunk is one of ``blocks``."""
         return self.blocks is None or block_of(key) in self.blocks

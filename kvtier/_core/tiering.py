@@ -17,9 +17,8 @@ from math import inf
 
 from kvtier._core import audits, messages
 from kvtier._core.cascade import Cascades
-from kvtier._core.chunks import DEFAULT, Chunk, ChunkTable
+from kvtier._core.chunks import Chunk, ChunkTable
 from kvtier._core.claims import Claims
-from kvtier._core.kv_events import KVEvent
 from kvtier._core.limits import Limits
 from kvtier._core.misses import Misses
 from kvtier._core.priorities import Priorities
@@ -27,7 +26,6 @@ from kvtier._core.promotion.promotions import Promotions
 from kvtier._core.requests import Request
 from kvtier._core.reuse_tracker import ReuseTracker
 from kvtier._core.shared import PRIMARY, Count, Keys, Notice, SharedState
-from kvtier._core.slot_trailers import SlotTrailers
 from kvtier._core.states import ChunkState, Lookup, RequestEvent, RequestState
 from kvtier._core.tiers.tier_status import TierStatus
 from kvtier._core.transfers import Handle, Pinned, Reservation
@@ -143,7 +141,7 @@ class Tiering:
         self.claims.pin_arrived()
         self._drop_released()
         if self._tiers:
-            self.holds.evict_to_reserve()
+            self.shared.evict(self.holds.free_reserve - self.table.room)
         if self.cascades.reused or self.cascades.offered_again:
             self.cascades.follow_reuse(now_s)
         self.shared.note_policy()
@@ -286,17 +284,20 @@ class Tiering:
         choose among chunks that are there under their whole keys: a wrong name, or one that chunks share,
         brings no other bytes to any request.
         """
-        request.parts[part] = False
-        self._use_parts(request, self.table.named(part.blocks or ()), [part])
+        named = self.table.named(part.blocks or ())
+        request.parts[part] = bool(named)
+        self._note_use(part, named, named)
 
-    def _use_parts(
-        self, request: Request, keys: Keys, parts: Iterable[Request], *, is_offered: bool = False
+    def _note_use(
+        self, request: Request, keys: Keys, new: Iterable[OffloadKey], *, is_offered: bool = False
     ) -> None:
-        for part in parts:
+        """Note that a request and its parts use chunks; it brought in the ``new`` ones."""
+        self.priorities.use(request, keys, new)
+        self.claims.use(request, keys, is_offered=is_offered)
+        for part in request.parts:
             named = [key for key in keys if part.names(key)]
             request.parts[part] |= bool(named)
-            self.priorities.use(part, named, named)
-            self.claims.use(part, named, is_offered=is_offered)
+            self._note_use(part, named, named, is_offered=is_offered)
 
     # --- loads -----------------------------------------------------------------------------------
 
@@ -318,13 +319,10 @@ class Tiering:
             chunk.origin = None
         self.handles.add(pinned)
         self.holds.promoting.difference_update(chunks)
-        if self.table.users or request.priority != DEFAULT:
-            origins = zip(keys, pinned.origins, strict=True)
-            self.priorities.use(request, keys, [key for key, tier in origins if tier is not None])
         self.served(request)
         request.forget_answers()
-        self.claims.use(request, keys)
-        self._use_parts(request, keys, request.parts)
+        origins = zip(keys, pinned.origins, strict=True)
+        self._note_use(request, keys, (key for key, tier in origins if tier is not None))
         return pinned
 
     def release(self, pinned: Pinned) -> None:
@@ -404,9 +402,7 @@ class Tiering:
         self._tracker.count(offered)
         reservation = Reservation(self.table.assign_slots(new, run, places, visible=True), new, evicted)
         self.handles.add(reservation)
-        self.priorities.use(request, keys, new)
-        self.claims.use(request, keys, is_offered=True)
-        self._use_parts(request, keys, request.parts, is_offered=True)
+        self._note_use(request, keys, new, is_offered=True)
         return reservation
 
     def commit(self, reservation: Reservation, now_s: float) -> None:
@@ -475,14 +471,6 @@ class Tiering:
         elif isinstance(event, messages.ProcessEnded):
             self._counts["process_ended", event.reason] += event.times
 
-    def adopt(self, trailers: SlotTrailers, slots: Mapping[OffloadKey, int]) -> None:
-        """Offer chunks of the engine before, the least recently used first, and keep entries of all slots.
-
-        A tier that works in place verifies them. Call it before any slot is ready.
-        """
-        self.table.trailers = trailers
-        self.table.adopt(slots)
-
     def take_commands(self) -> list[messages.Command]:
         """Return and clear the commands since the last call, in the order to carry them out."""
         commands, self.shared.commands = self.shared.commands, []
@@ -492,10 +480,6 @@ class Tiering:
         """Return and clear the changes that the log should have a line of."""
         notices, self.shared.notices = self.shared.notices, []
         return notices
-
-    def take_kv_events(self) -> list[KVEvent]:
-        """Return and clear what has become available, or has left, since the last call."""
-        return self.shared.kv_events.take_events()
 
     def take_counts(self) -> dict[Count, float]:
         """Return and clear the counts since the last call."""

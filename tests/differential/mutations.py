@@ -164,7 +164,7 @@ OF_MANAGERS = (
     Mutation(
         "slots_are_free_while_a_view_is_left",
         "kvtier._manager.manager:TieringManager._filling",
-        (("if not is_used and (written is None or not written._is_used):", "if not is_used:"),),
+        (("if not is_used and (written is None or not written._used_views):", "if not is_used:"),),
     ),
     Mutation(
         "cancelled_copy_is_not_waited_for",

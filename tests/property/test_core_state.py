@@ -269,7 +269,7 @@ class CoreMachine(RuleBasedStateMachine):
         slot_of = dict(zip(adopted, range(slots), strict=False))
         self.contents.update((slot, (key, self.epoch)) for key, slot in slot_of.items())
         if self.in_place:
-            self.core.adopt(Entries([slot for slot in slot_of.values() if slot % 3 == 0]), slot_of)
+            self.core.table.adopt(Entries([slot for slot in slot_of.values() if slot % 3 == 0]), slot_of)
         self.core.on_event(SlotsReady(range(slots)), self.now_s)
 
     def _watch_released(self) -> None:
@@ -736,7 +736,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def announces_what_is_there(self) -> None:
-        for change in self.core.take_kv_events():
+        for change in self.core.shared.kv_events.take_events():
             believed = self.announced if change.tier is None else self.believed[change.tier]
             if change.removed:
                 assert believed.issuperset(change.keys), "what was not announced is not taken back"

@@ -193,7 +193,7 @@ class Gets:
 
 def _addresses(waiters: Waiters, first: OffloadKey) -> tuple[str, ...]:
     """Return the addresses that hints give for the first key, if all waiting clients give the same ones."""
-    said = {request.addresses_for(first) for request in waiters}
+    said = {request.addresses if request.names(first) else () for request in waiters}
     return said.pop() if len(said) == 1 else ()
 
 

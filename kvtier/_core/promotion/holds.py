@@ -153,11 +153,6 @@ class Holds:
             table.pin(left)
         self.free_budget(list(promoting))
 
-    def evict_to_reserve(self) -> None:
-        """Evict until slots are free for chunks that a get may find."""
-        if (short := self.free_reserve - self._shared.table.room) > 0:
-            self._shared.evict(short)
-
     @property
     def free_reserve(self) -> int:
         """The number of slots to keep free now.

@@ -102,7 +102,7 @@ class Published:
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Return and clear the announcements since the last call."""
-        return self.stream.events(self._core.take_kv_events())
+        return self.stream.events(self._core.shared.kv_events.take_events())
 
     def take_stats(self) -> OffloadingConnectorStats | None:
         """Return and clear the counts since the last call, and changed gauges; None if there are none."""
