@@ -136,7 +136,7 @@ class Tiering:
         self._round = object()
         self.promotions.give_up_overdue(now_s)
         self._hold_or_serve(asked, now_s)
-        self._expire_requests(now_s)
+        self.promotions.waits.expire(now_s)
         self._promote(asked, now_s)  # only now, when the hits of all are pinned
         self.claims.pin_arrived()
         self._drop_released()
@@ -181,14 +181,11 @@ class Tiering:
 
     def next_deadline_s(self) -> float | None:
         """Return the latest time for the next ``settle``; None if nothing is pending."""
-        deadlines = [transfer.deadline_s for transfer in self.shared.running]
-        waiting = [*self.holds.pending, *self.holds.awaiting]
-        deadlines += [other.deadline_s for other in waiting if other.deadline_s is not None]
-        if (next_s := self.promotions.waits.next_s()) < inf:
-            deadlines.append(next_s)
-        if self.holds.pending and self.shared.gate.wait_until_s < inf:
-            deadlines.append(self.shared.gate.wait_until_s)
-        return min(deadlines, default=None)
+        times = [transfer.deadline_s for transfer in self.shared.running]
+        times.append(self.promotions.waits.next_s())
+        if self.holds.pending:
+            times.append(self.shared.gate.wait_until_s)
+        return earliest_s if (earliest_s := min(times)) < inf else None
 
     def served(self, request: Request) -> None:
         """Unpin what is held for a request that waits for nothing now.
@@ -256,26 +253,6 @@ class Tiering:
             if request.hits and not request.locates and request.state is not RequestState.CLOSED:
                 self.priorities.use(request, request.hits)
                 self.holds.hold(request)
-
-    def _expire_requests(self, now_s: float) -> None:
-        """End the waiting of requests whose deadlines have passed. Their pending keys are misses."""
-        for request in [*self.holds.pending, *self.holds.awaiting]:
-            if request.deadline_s is None or request.deadline_s > now_s:
-                continue
-            if request.wait is not None:
-                self.promotions.waits.give_up(request, now_s)
-            if request.state is RequestState.WAITING:
-                request.move(RequestEvent.OVERDUE)
-                if not request.is_prefetch:
-                    self._counts["expired",] += 1
-                self._record_deadline(request)
-            self.holds.unhold(request)
-
-    def _record_deadline(self, request: Request) -> None:
-        if request.record is not None:
-            for transfer in self.shared.running:
-                if not transfer.is_put and request in transfer.waiters:
-                    request.record.refused(transfer.keys, self._tiers[transfer.tier].name, "deadline")
 
     def add_part(self, request: Request, part: Request) -> None:
         """Have a part of a request use the chunks that its blocks name, until the request ends.

@@ -170,7 +170,7 @@ MUTATIONS = (
     ),
     Mutation(
         "deadline_ignored",
-        "kvtier._core.tiering:Tiering._expire_requests",
+        "kvtier._core.promotion.waits:Waits.expire",
         (("request.move(RequestEvent.OVERDUE)", "pass"),),
     ),
     Mutation(

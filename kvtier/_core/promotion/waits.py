@@ -1,8 +1,8 @@
-"""Requests that wait for chunks that no tier has yet, because another engine still computes or stores them.
+"""Requests that wait: their deadlines, and chunks that another engine still computes or stores.
 
-Such a chunk is no miss until the request's time is over. Tiers are asked for it again, after pauses that grow
-with the time since the last arrival. Whether the engine asks for such a request makes no difference: one that
-has no room for it does not.
+A chunk that no tier has yet is no miss until the request's time is over. Tiers are asked for it again, after
+pauses that grow with the time since the last arrival. Whether the engine asks for such a request makes no
+difference: one that has no room for it does not.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from kvtier._core.promotion.holds import Holds
 from kvtier._core.promotion.wanted import Waiters
 from kvtier._core.requests import Request
 from kvtier._core.shared import SharedState
+from kvtier._core.states import RequestEvent
 from kvtier._core.transfers import SlotUse
 from kvtier.keys import OffloadKey
 
@@ -207,6 +208,22 @@ class Waits:
             request.mark_absent(left, "not_arrived" if wait.outcome == "in_vain" else "")
         self.update(request, now_s)
 
+    def expire(self, now_s: float) -> None:
+        """End the waiting of requests whose deadlines have passed. Their pending keys are misses."""
+        for request in [*self._holds.pending, *self._holds.awaiting]:
+            if request.deadline_s is None or request.deadline_s > now_s:
+                continue
+            if request.wait is not None:
+                self.give_up(request, now_s)
+            if request.is_waiting:
+                request.move(RequestEvent.OVERDUE)
+                if not request.is_prefetch:
+                    self._shared.counts["expired",] += 1
+                for transfer in self._shared.running:
+                    if request in transfer.waiters:
+                        self._gets.record([request], transfer.tier, transfer.keys, "deadline")
+            self._holds.unhold(request)
+
     def close(self, request: Request, outcome: str = "") -> None:
         """End a request's wait for good, and count its outcome: by default, whether its chunks arrived."""
         wait, request.wait = request.wait, None
@@ -216,11 +233,12 @@ class Waits:
             self._shared.counts["waits", outcome or known] += 1
 
     def next_s(self) -> float:
-        """Return when ``follow`` has something to do at the latest, whatever happens."""
-        waits = [it.wait for it in self._holds.awaiting if it.wait is not None and it.wait.again_s < inf]
-        if self._polls < MOST_POLLS:
-            return min((wait.again_s for wait in waits), default=inf)
-        return min((wait.ends_s for wait in waits), default=inf)
+        """Return when ``expire`` or ``follow`` has something to do at the latest, whatever happens."""
+        waiting, may_poll = [*self._holds.pending, *self._holds.awaiting], self._polls < MOST_POLLS
+        times = [request.deadline_s for request in waiting if request.deadline_s is not None]
+        waits = [request.wait for request in self._holds.awaiting if request.wait is not None]
+        times += [wait.again_s if may_poll else wait.ends_s for wait in waits if wait.again_s < inf]
+        return min(times, default=inf)
 
     @property
     def _polls(self) -> int:
