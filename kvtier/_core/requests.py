@@ -127,8 +127,7 @@ class Request(Stateful):
     def begin_round(self, round_: object, first: OffloadKey) -> None:
         self.round = round_
         self.first = first
-        if self.no_store == "preempted":  # the engine forgets its old blocks before it asks
-            self.no_store = None
+        self.renew_blocks()  # the engine forgets its old blocks before it asks
         self.note_change()
         self.hits.clear()
         self.wanted.clear()
@@ -136,6 +135,24 @@ class Request(Stateful):
             self.wait.leading = 0
         if self.record is not None:
             self.record.began(round_)
+
+    def place(self, *, appends: bool) -> None:
+        """Note that the engine names its blocks. ``appends``: to those that it had, which may be others'."""
+        if self.is_placed and appends:
+            self.no_store = "session"
+        else:
+            self.renew_blocks()
+        self.is_placed = True
+
+    def preempt(self) -> None:
+        """Note that the engine has taken its blocks, and may still offer them as its own."""
+        if self.is_placed:
+            self.no_store = self.no_store or "preempted"
+
+    def renew_blocks(self) -> None:
+        """Note that it gets new blocks after a preemption."""
+        if self.no_store == "preempted":
+            self.no_store = None
 
     def mark_absent(self, keys: Collection[OffloadKey], why: str = "") -> None:
         """Answer MISS for keys from now on, with a reason if tiers may have them."""

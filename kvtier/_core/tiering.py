@@ -212,8 +212,8 @@ class Tiering:
         """
         told = [chunk.key for chunk, when in request.held.items() if when is self._round]
         self.served(request)
-        if request.is_placed and request.round is not self._round:
-            request.no_store = request.no_store or "preempted"
+        if request.round is not self._round:
+            request.preempt()
         self.shared.gate.running.discard(request)
         request.hits += told
         request.missed.clear()

@@ -76,11 +76,11 @@ MUTATIONS = (
     Mutation(
         "session_is_stored_from_earlier_blocks",
         f"{_MANAGER}.on_schedule_end",
-        (("if request.is_placed and not TRACKS_BLOCKS:", "if False:"),),
+        (("appends=not TRACKS_BLOCKS", "appends=False"),),
     ),
     Mutation(
         "stores_beside_a_transport_that_it_does_not_see",
-        f"{_MANAGER}.on_new_request",
+        f"{_MANAGER}._store_refusal",
         (('"neighbour" if self._engine.is_blind else None', "None"),),
     ),
     Mutation(

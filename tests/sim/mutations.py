@@ -97,7 +97,7 @@ MUTATIONS = (
     ),
     Mutation(
         "pin_is_kept_after_a_request",
-        "kvtier._core.promotion.holds:Holds.unhold",
+        "kvtier._core.promotion.holds:Holds._unpin",
         (("self._shared.table.unpin(chunks)", "pass"),),
     ),
     Mutation(
