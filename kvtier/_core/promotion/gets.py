@@ -59,15 +59,17 @@ class Gets:
 
     def land_verified(self, key: OffloadKey, request: Request) -> bool:
         """Make an adopted chunk READY if its bytes were verified in the background; return whether it is."""
-        shared = self._shared
-        tier = next(index for index, status in enumerate(shared.tiers) if status.in_place)
-        chunks = shared.table.take_verified(key, request.run, request.places)
-        for chunk in chunks:
-            chunk.origin = tier
-            shared.counts["fetched", shared.tiers[tier].name] += 1
-            shared.tiers[tier].writes.note_loaded([key])
-            shared.kv_events.stored([key], found=True)
-        return bool(chunks)
+        shared, table = self._shared, self._shared.table
+        if not table.is_verified(key):
+            return False
+        tier, status = next((index, it) for index, it in enumerate(shared.tiers) if it.in_place)
+        chunks = table.assign_slots([key], request.run, request.places, visible=True, in_place=True)
+        table.filled(chunks)
+        chunks[0].origin = tier
+        shared.counts["fetched", status.name] += 1
+        status.writes.note_loaded([key])
+        shared.kv_events.stored([key], found=True)
+        return True
 
     def end_get(
         self, event: GetEnded, now_s: float

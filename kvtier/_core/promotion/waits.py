@@ -59,8 +59,8 @@ class Wait:
         self._news_s = 0.0  # when it began, or the last chunk arrived
         self._most = FEW_KEYS
         self._wanted: Collection[OffloadKey] = ()
-        self._confirmed: set[OffloadKey] = set()  # a tier was asked and lacks them
-        self._failed: set[OffloadKey] = set()  # a tier failed to answer, or to return them
+        # Keys that tiers were asked for: whether all lack them. A tier may fail to answer, or to return them.
+        self._lacking: dict[OffloadKey, bool] = {}
 
     @property
     def ends_s(self) -> float:
@@ -81,11 +81,9 @@ class Wait:
     ) -> None:
         """Note a tier's answer for ``keys``. Chunks that a tier failed to return are not awaited."""
         self.postpone(now_s)
-        if failed:
-            self._failed.update(key for key in keys if key in self._wanted)
-            self._confirmed.difference_update(keys)
-        else:
-            self._confirmed.update(key for key in missing if key in self._wanted and key not in self._failed)
+        for key in keys if failed else missing:
+            if key in self._wanted or key in self._lacking:
+                self._lacking[key] = not failed and self._lacking.get(key, True)
 
     def await_missing(self, keys: Sequence[OffloadKey], now_s: float) -> list[OffloadKey]:
         """Wait for the ``keys`` that tiers report missing; return the others.
@@ -93,10 +91,8 @@ class Wait:
         If the others include an awaited key, the wait ends and all keys return: the prompt has a gap there.
         """
         is_over = self.is_over(now_s)
-        awaited = dict.fromkeys(key for key in keys if not is_over and key in self._confirmed)
+        awaited = dict.fromkeys(key for key in keys if self._lacking.pop(key, False) and not is_over)
         missed = [key for key in keys if key not in awaited]
-        self._confirmed.difference_update(keys)
-        self._failed.difference_update(keys)
         if any(key in self.keys for key in missed):
             self.give_up(now_s)
             return [*missed, *awaited]
