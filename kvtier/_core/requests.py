@@ -89,7 +89,7 @@ class Request(Stateful):
     located: dict[OffloadKey, int] = field(default_factory=dict)  # keys that a tier has, with the tier
     locates: bool = False  # it only locates chunks: nothing is promoted for it
     is_prefetch: bool = False  # no client waits for it: it yields to all other requests
-    answers_stand: bool = False  # the same lookups get the same answers: until ``note_change``
+    answers_stand: bool = False  # it waits, and the same lookups get the same answers until ``note_change``
     blocked: OffloadKey | None = None  # then: the first located key that had no slot
     wait: Wait | None = None  # for chunks that no tier has yet; None if these are misses at once
     terms: Terms | None = None  # the terms of its claim, if it has one

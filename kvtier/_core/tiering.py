@@ -96,7 +96,7 @@ class Tiering:
         The engine asks in each step for each key of each request that waits. After RETRY for its first
         question and MISS for the next, it ends the scan there, and still defers the request.
         """
-        if not request.answers_stand or request.first is None or not request.is_waiting:
+        if not request.answers_stand or request.first is None:
             return None
         if key == request.first:
             if request.round is not self._round:

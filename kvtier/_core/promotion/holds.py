@@ -92,6 +92,7 @@ class Holds:
         self.pending.pop(request, None)
         self.awaiting.pop(request, None)
         request.deadline_s = None
+        request.note_change()
         self._unpin(request)
 
     def unpin_unasked(self, request: Request) -> None:
