@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from kvtier._core.requests import Request
 from kvtier._core.shared import SharedState
+from kvtier._core.states import Lookup
 from kvtier.keys import OffloadKey
+
+_MISS = Lookup.MISS
 
 
 class Misses:
@@ -17,12 +20,14 @@ class Misses:
         self._counts = shared.counts
         self._requests: list[Request] = []  # those with misses in this round
 
-    def note(self, round_: object, key: OffloadKey, request: Request, reason: str) -> None:
+    def note(self, round_: object, key: OffloadKey, request: Request, reason: str) -> Lookup:
+        """Note a miss, and return the answer."""
         if not request.misses:
             self._requests.append(request)
         request.misses[key] = reason
         if request.record is not None:
             request.record.missed(round_, key, reason)
+        return _MISS
 
     def count(self, round_: object) -> None:
         """Count the misses of the round that ends."""

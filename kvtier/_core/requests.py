@@ -127,8 +127,9 @@ class Request(Stateful):
     def begin_round(self, round_: object, first: OffloadKey) -> None:
         self.round = round_
         self.first = first
-        self.renew_blocks()  # the engine forgets its old blocks before it asks
-        self.note_change()
+        if self.no_store is not None:
+            self.renew_blocks()  # the engine forgets its old blocks before it asks
+        self.answers_stand = False
         self.hits.clear()
         self.wanted.clear()
         if self.wait is not None:

@@ -68,6 +68,7 @@ class Tiering:
         self._counts = self.shared.counts
         self._asked: list[Request] = []
         self._misses = Misses(self.shared)
+        self._miss = self._misses.note
         self._round: object = object()
         self._has_damage = False
         # Why nothing is stored, and each round that begins is answered MISS: a word of ``reasons.MISS``.
@@ -81,7 +82,7 @@ class Tiering:
         """Return the answer for a key, and note unknown keys for the next ``settle``."""
         if request.round is not self._round:
             if self.refusal is not None or request.state is RequestState.COMPUTED:
-                return self._miss(key, request, self.refusal or "load_failed")
+                return self._miss(self._round, key, request, self.refusal or "load_failed")
             request.begin_round(self._round, key)
             self._asked.append(request)
         chunk = self._visible.get(key)
@@ -113,17 +114,13 @@ class Tiering:
             request.hits.append(key)
             return _HIT
         if chunk is None and (key in request.absent or not (is_adopted or self.shared.asks_tiers)):
-            return self._miss(key, request, request.why_absent.get(key, "absent"))
+            return self._miss(self._round, key, request, request.why_absent.get(key, "absent"))
         if chunk is None and not is_adopted and request.tiers is not None and not request.tiers:
-            return self._miss(key, request, "filter")
+            return self._miss(self._round, key, request, "filter")
         if request.state is RequestState.EXPIRED:
-            return self._miss(key, request, "deadline")
+            return self._miss(self._round, key, request, "deadline")
         request.wanted.append(key)
         return _PENDING if chunk is not None or key in request.located else _RETRY
-
-    def _miss(self, key: OffloadKey, request: Request, reason: str) -> Lookup:
-        self._misses.note(self._round, key, request, reason)
-        return _MISS
 
     def settle(self, now_s: float) -> None:
         """End a round of questions: promote what is wanted, keep the deadlines, keep the reserve free."""

@@ -48,16 +48,17 @@ class Promotions:
         Nothing is evicted for a key while the location of an earlier one is unknown, and nothing is promoted
         behind a key that no tier has.
         """
-        if not request.answers_stand:
-            self.waits.update(request, now_s)
-        elif request.awaits_any or self._is_blocked(request):
+        if request.answers_stand and (request.awaits_any or self._is_blocked(request)):
             return
+        if request.wait is not None and not request.answers_stand:
+            self.waits.update(request, now_s)
         expected, visible = self._gets.expected[request.tiers], self._shared.table.visible
         located, wait = request.located, request.wait if request.awaits_any else None
         known: list[OffloadKey] = []
         unknown: list[OffloadKey] = []
         unsure = unsure_before = False
-        stand = not self._windowed and request.absent.isdisjoint(request.wanted)
+        absent = request.absent
+        stand = not self._windowed and (not absent or absent.isdisjoint(request.wanted))
         for key in refresh_wanted(request, self._windowed):
             if key in visible:
                 stand = False
