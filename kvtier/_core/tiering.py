@@ -154,7 +154,9 @@ class Tiering:
             self.priorities.use(request, request.hits)
             if request.wanted:
                 self._defer(request, now_s)
-            elif request.state is not RequestState.EXPIRED:
+            elif request.state is RequestState.EXPIRED:
+                self.holds.unhold(request)  # its hits may have been pinned within the round
+            else:
                 self.served(request)
 
     def _promote(self, asked: Sequence[Request], now_s: float) -> None:
