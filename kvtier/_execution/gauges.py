@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from kvtier._core.shared import PRIMARY
 from kvtier._core.states import BreakerState
-from kvtier._core.tiering import PRIMARY, Tiering
+from kvtier._core.tiering import Tiering
 from kvtier._core.tiers.breaker import Breaker
 from kvtier._core.tiers.tier_status import TierStatus
 from kvtier._execution.executor import TierActivity

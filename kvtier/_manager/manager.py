@@ -376,7 +376,7 @@ class TieringManager:
             self._driver.settle()  # a tier with overdue puts gets no more
         except BaseException:
             is_used = not self._copies.stuck_slots.isdisjoint(reservation.slots)
-            if not is_used and (written is None or not written._is_used):
+            if not is_used and (written is None or not written._used_views):
                 self._core.abort(reservation)
             else:
                 self._core.drop_unfilled(reservation, dict.fromkeys(reservation.slots, "failed"))

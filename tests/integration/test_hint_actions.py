@@ -174,7 +174,8 @@ def test_fetch_names_the_peer(make: Make, endpoint: str) -> None:
     fetch = action("kv.fetch", "1.0", source_control_endpoint=endpoint, block_hashes=blocks, mode="copy")
     context = it.begin("a", fetch)
     request = it.manager.requests["a"]
-    assert [request.addresses_for(key) for key in keys] == [(PEER,)] * 2 + [()] * 2
+    assert request.addresses == (PEER,)
+    assert [request.names(key) for key in keys] == [True] * 2 + [False] * 2
     assert it.end(context) == [("accepted", "ok")]
     elsewhere = {**fetch, "payload": {**fetch["payload"], "block_hashes": [999]}}
     assert it.turn("b", keys, elsewhere) == [("missing", "blocks")]

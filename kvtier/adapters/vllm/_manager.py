@@ -178,7 +178,6 @@ class KVTierManager(OffloadingManager):
         params, session, self.session = req_context.kv_transfer_params, self.session, ""
         is_asked, hints = self._hints.read(req_context.req_id, params, req_context.kv_hints)
         needs_all = self.actions.execute(request, hints, session)
-        request.no_store = "neighbour" if self._engine.is_blind else None
         request.places = places_of(req_context)
         if is_asked or self._explainer.is_on:
             self._explainer.follow(req_context, request, hints, is_asked=is_asked)
@@ -236,8 +235,8 @@ class KVTierManager(OffloadingManager):
 
     def restart(self, req_id: str) -> None:
         """Note that a request gets new blocks, also if no chunk of it is looked up."""
-        if (request := self.requests.get(req_id)) is not None and request.no_store == "preempted":
-            request.no_store = None
+        if (request := self.requests.get(req_id)) is not None:
+            request.renew_blocks()
 
     # --- lookups and loads -----------------------------------------------------------------------
 
@@ -370,11 +369,7 @@ class KVTierManager(OffloadingManager):
         for req_id in context.new_req_ids:
             if (request := self.requests.get(req_id)) is not None:
                 self.core.scheduled(request)
-                if request.is_placed and not TRACKS_BLOCKS:  # a session: vLLM appends its blocks
-                    request.no_store = "session"
-                elif request.no_store == "preempted":
-                    request.no_store = None
-                request.is_placed = True
+                request.place(appends=not TRACKS_BLOCKS)  # of a session
         self._driver.end_round(self._events)
         if self._steps is not None:
             self._steps.start_step()
@@ -463,6 +458,7 @@ class KVTierManager(OffloadingManager):
     def _store_refusal(self, req_id: str) -> str | None:
         """Return why a request stores nothing, in a word of ``reasons.STORE_REFUSED``; else None."""
         refusal = self.core.refusal or ("reset" if self._has_old_blocks else None)
+        refusal = refusal or ("neighbour" if self._engine.is_blind else None)
         if (request := self.requests.get(req_id)) is not None:
             refusal = refusal or request.no_store
         return refusal or self._engine.why_not_stored(req_id)

@@ -194,7 +194,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         status_table = self._status_table(region)
         identity = self._identity(tiers, status_table)
         if self._settings.keep_host_memory_s:
-            core.adopt(region.trailers, adopted_slots(region.trailers, identity))
+            core.table.adopt(region.trailers, adopted_slots(region.trailers, identity))
         executor = start_executor(self._settings, tiers, identity, region, slot_checksums)
         _populate(region, executor.events, _numa_parts(self._shape, status_table))
         manager = KVTierManager(

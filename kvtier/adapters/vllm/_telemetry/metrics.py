@@ -101,7 +101,8 @@ class Published:
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Return and clear the announcements since the last call."""
-        return self.stream.events(self._core.take_kv_events()) if self._core.shared.kv_events.enabled else ()
+        events = self._core.shared.kv_events
+        return self.stream.events(events.take_events()) if events.enabled else ()
 
     def take_stats(self) -> OffloadingConnectorStats | None:
         """Return and clear the counts since the last call, and changed gauges; None if there are none."""

@@ -25,7 +25,7 @@ from kvtier import _build as build
 from kvtier import _reasons as reasons
 from kvtier._cli import JsonFlag, printable
 from kvtier._config import TieringConfig
-from kvtier._core.tiering import PRIMARY
+from kvtier._core.shared import PRIMARY
 from kvtier._execution.executor import NamedTier
 from kvtier._identity import Identity
 from kvtier._log import GuardedLogger

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from kvtier._cli import JsonFlag
-from kvtier._core.tiering import PRIMARY
+from kvtier._core.shared import PRIMARY
 from kvtier._memory.layout import default_blocks_per_chunk, whole_pages
 from kvtier._plugins import install_command
 from kvtier._settings.quantities import MOST_BYTES, size
