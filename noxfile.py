@@ -38,7 +38,7 @@ SGLANG_IMPORTS = (
     "sentencepiece==0.2.3", "starlette==1.10.0", "transformers==5.19.0",
 )  # fmt: skip
 CONFORMANCE = ("tests/unit/tiers/test_tier_conformance.py", "tests/unit/core/test_policies.py")
-TESTED_WITH = ("kvtier-testing", "kvtier-bench")
+TESTED_WITH = ("kvtier-testing", "kvtier-bench", "kvtier-tools")
 PRINTED = ("README.md", "docs/get-started.md")  # their shell blocks run as printed
 KVCR = "kvcr==0.1.1"  # It names NIXL 1.5.0, but runs with the version below.
 NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")  # Installed without torch, which would bring CUDA along.
@@ -171,11 +171,12 @@ def bare(session: nox.Session) -> None:
     session.run("python", "-c", "from kvtier.tiers._registry import load; load('fs')")
     without_torch = ("python", "-c", "from kvtier import KVCaches")
     assert "[torch]'" in remedy_of(session, *without_torch, status=1)
-    for command in (("kvtier", "size", "--help"), ("kvtier", "new-tier", "shelf")):
-        remedy = remedy_of(session, *command, status=2)
+    session.run("python", "-m", "pip", "uninstall", "-y", "-q", "kvtier-tools")
+    for command in ("doctor --help", "bench --help", "new-tier shelf"):
+        remedy = remedy_of(session, "kvtier", *command.split(), status=2)
         with session.chdir(sources):
             session.run("sh", "-c", f"python -m {remedy} -q", external=True)
-        session.run(*command, silent=True)
+        session.run("kvtier", *command.split(), silent=True)
     if FULL:
         install_torch_cpu(session)
         session.install(f"{sources}[torch]")
@@ -287,7 +288,7 @@ def types(session: nox.Session) -> None:
     """Do the types hold? mypy, strict; each plug-in's tests by themselves, for they share names."""
     install_kvtier(session, groups=["types"])
     session.run("mypy", *session.posargs)
-    for plugin in [] if session.posargs else (*PLUGINS, "kvtier-sglang", "kvtier-bench"):
+    for plugin in [] if session.posargs else (*PLUGINS, "kvtier-sglang", "kvtier-bench", "kvtier-tools"):
         tests = f"plugins/{plugin}/tests"
         session.run("mypy", tests, env={"MYPYPATH": tests})
 
@@ -334,7 +335,7 @@ def bench(session: nox.Session) -> None:
     """How fast is it? ``nox -s bench -- core``, ``fs DIRECTORY``, ``fleet --kvcr python`` and so on."""
     if {"core", "fleet", "gate", "replay"} & set(session.posargs):
         install_cpu_engine(session, VLLM)
-        install_kvtier(session, distributions=["kvtier-bench"])
+        install_kvtier(session, distributions=["kvtier-bench", "kvtier-tools"])
     else:
         install_torch_cpu(session)
         install_kvtier(session, "torch", distributions=["kvtier-bench"])

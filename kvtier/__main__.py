@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 _FAILED = 2
@@ -10,9 +11,15 @@ _INTERRUPTED = 130  # the exit status that a shell reports
 
 
 def main() -> None:
-    """Run the command line. No interruption, even during imports, shows a traceback."""
+    """Run the command line. No interruption, even during imports, shows a traceback.
+
+    SIGTERM and SIGHUP, unless ignored, unwind the command, so that it removes its temporary files.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, lambda caught, _: sys.exit(128 + caught))  # as a shell does
     try:
-        from kvtier._cli.main import main as run
+        from kvtier._cli import main as run
 
         run()
     except KeyboardInterrupt:

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field, SerializeAsAny, StrictBool, field_validator, model_validator
 
 from kvtier import _plugins as plugins
-from kvtier._core.tiering import PRIMARY
+from kvtier._core.shared import PRIMARY
 from kvtier._core.tiers.load_gate import LoadGateMode
 from kvtier._settings import validation
 from kvtier._settings.quantities import Settings, Size

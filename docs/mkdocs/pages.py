@@ -22,11 +22,11 @@ from typing import Any
 import typer.main
 
 from kvtier import _plugins as plugins
-from kvtier._cli.main import app
+from kvtier._cli import app
 from kvtier._telemetry.catalogue import BYTES, COUNTERS, GAUGES, Metric
 from kvtier.tiers import _registry as registry
-from kvtier_bench.size import command as size
-from kvtier_testing import settings_tables
+from kvtier_tools import settings_tables
+from kvtier_tools.size import command as size
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [

@@ -104,8 +104,12 @@ class ChunkTable:
         self.free[:0] = reversed(added)
         self._call(DEFAULT, lambda policy: policy.resize(len(self.all)))
 
-    def adopt(self, keys: Mapping[OffloadKey, int]) -> None:
-        """Add the slots of chunks of the engine before, the least recently used first."""
+    def adopt(self, trailers: SlotTrailers, keys: Mapping[OffloadKey, int]) -> None:
+        """Add the slots of chunks of the engine before, the least recently used first; keep entries of all.
+
+        A tier that works in place verifies them. Call it before any slot is ready.
+        """
+        self.trailers = trailers
         self.adopted = {key: Chunk(slot, key) for key, slot in keys.items()}
         self._adopted_slots = frozenset(keys.values())
         self.all += self.adopted.values()
@@ -114,8 +118,9 @@ class ChunkTable:
     @property
     def evictable(self) -> int:
         """How many chunks may be evicted, as far as the policy knows."""
+        orders = self.orders if self.users else self.orders[DEFAULT : DEFAULT + 1]
         try:
-            return sum(map(len, self.orders))
+            return sum(map(len, orders))
         except Exception:
             self._replace_policy("raised")
             return sum(map(len, self.orders))
@@ -314,12 +319,9 @@ class ChunkTable:
             self._index(keys)
         return chunks
 
-    def take_verified(self, key: OffloadKey, run: Run, places: Mapping[OffloadKey, int]) -> list[Chunk]:
-        """Make an adopted chunk READY if its bytes were verified in the background; return it if so."""
-        adopted = self.adopted.get(key)
-        if adopted is None or self.trailers is None or not self.trailers.is_verified(adopted.slot):
-            return []
-        return self.filled(self.assign_slots([key], run, places, visible=True, in_place=True))
+    def is_verified(self, key: OffloadKey) -> bool:
+        """Return whether the bytes of an adopted chunk were verified in the background."""
+        return self.trailers is not None and self.trailers.is_verified(self.adopted[key].slot)
 
     def split_adopted(self, keys: Iterable[OffloadKey]) -> tuple[list[OffloadKey], list[OffloadKey]]:
         """Return the keys of adopted chunks, and the others."""

@@ -76,7 +76,7 @@ class Claims:
         self.size = 0  # keys of all claims together
         self._times: list[tuple[float, str]] = []  # a heap: when to look at a claim
         self._holders: dict[OffloadKey, set[_Claim]] = {}  # claims that keep each key
-        self._arriving: dict[OffloadKey, None] = {}  # not pinned yet: perhaps being stored
+        self.arriving: dict[OffloadKey, None] = {}  # not pinned yet: perhaps being stored
         self._due: dict[_Claim, None] = {}  # claims to promote chunks for now, first come first
         self._request: Request | None = None  # looks up chunks for the first one
         self._asked: list[OffloadKey] = []  # those chunks
@@ -85,12 +85,13 @@ class Claims:
     @property
     def is_empty(self) -> bool:
         """Whether nothing is claimed, or remembered."""
-        return not (self._claims or self._holders or self._arriving or self.pinned or self._due or self.size)
+        return not (self._claims or self._holders or self.arriving or self.pinned or self._due or self.size)
 
     @property
     def is_promoting(self) -> bool:
-        """Whether chunks are being promoted, or could be: they are due, and there is room to keep them."""
-        return bool(self._due) and (self._request is not None or self._pin_room > 0)
+        """Whether chunks are being promoted, or could be: due, with room, and no request waits."""
+        may_begin = self._pin_room > 0 and self._holds.first is None
+        return bool(self._due) and (self._request is not None or may_begin)
 
     def has(self, name: str) -> bool:
         return name in self._claims
@@ -167,13 +168,13 @@ class Claims:
                 self._shared.counts["keep_refused", "budget"] += len(claim.ahead)
                 self._stop(claim)
             self._remove(claim, [*claim.keys] if claim.until_s <= now_s else ())
-        if self._request is not None or self._begin_lookup():
+        if self._request is not None or (self._due and self._begin_lookup()):
             self._ask()
 
     def pin_arrived(self) -> None:
         """Pin chunks that have arrived, within the budget: the one for promotions has them no more."""
         shared, arrived = self._shared, list[Chunk]()
-        for key in [*self._arriving]:
+        for key in [*self.arriving]:
             chunk = shared.table.visible.get(key)
             is_ready = chunk is not None and chunk.state is ChunkState.READY
             if chunk is None or (is_ready and len(self.pinned) >= shared.pin_budget):
@@ -182,7 +183,7 @@ class Claims:
                     claim.is_cut = is_ready
                 self._forget(key)
             elif is_ready:
-                del self._arriving[key]
+                del self.arriving[key]
                 self.pinned[key] = chunk
                 arrived.append(chunk)
         shared.table.pin(arrived)
@@ -203,7 +204,7 @@ class Claims:
     @property
     def _pin_room(self) -> int:
         """How many more chunks the budget allows to pin."""
-        return max(0, self._shared.pin_budget - len(self.pinned) - len(self._arriving))
+        return max(0, self._shared.pin_budget - len(self.pinned) - len(self.arriving))
 
     @property
     def _room(self) -> int:
@@ -232,7 +233,7 @@ class Claims:
             claim.keys[key] = None
             self._holders.setdefault(key, set()).add(claim)
             if key not in self.pinned:
-                self._arriving[key] = None
+                self.arriving[key] = None
 
     def _remove(self, claim: _Claim, keys: Collection[OffloadKey] = ()) -> None:
         """Remove keys from a claim; remove the claim if nothing is left of it."""
@@ -243,7 +244,7 @@ class Claims:
             self._holders[key].remove(claim)
             if not self._holders[key]:
                 del self._holders[key]
-                self._arriving.pop(key, None)
+                self.arriving.pop(key, None)
                 if (chunk := self.pinned.pop(key, None)) is not None:
                     unpinned.append(chunk)
         self._shared.table.unpin(unpinned)
@@ -284,7 +285,7 @@ class Claims:
 
     def _begin_lookup(self) -> bool:
         """Start to look up the next chunks; return whether there is room for any and no request waits."""
-        if not self._due or self._holds.first is not None:
+        if self._holds.first is not None:
             return False
         claim = next(iter(self._due))
         self._asked = self._take(claim)

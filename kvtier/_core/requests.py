@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from kvtier._core.awaited import Wait
 from kvtier._core.chunks import DEFAULT, Chunk, block_of
 from kvtier._core.states import REQUEST_MOVES, RequestState, Stateful
 from kvtier.keys import OffloadKey
 from kvtier.policies._base import Run
+
+if TYPE_CHECKING:
+    from kvtier._core.promotion.waits import Wait
 
 
 class LookupRecord:
@@ -85,10 +87,10 @@ class Request(Stateful):
     absent: set[OffloadKey] = field(default_factory=set)
     why_absent: dict[OffloadKey, str] = field(default_factory=dict)  # if tiers may have the key
     located: dict[OffloadKey, int] = field(default_factory=dict)  # keys that a tier has, with the tier
-    blocked: OffloadKey | None = None  # the first located key that had no slot; set if ``answers_stand``
     locates: bool = False  # it only locates chunks: nothing is promoted for it
     is_prefetch: bool = False  # no client waits for it: it yields to all other requests
-    answers_stand: bool = False  # it waits, and the same lookups would get the same answers as before
+    answers_stand: bool = False  # it waits, and the same lookups get the same answers until ``note_change``
+    blocked: OffloadKey | None = None  # then: the first located key that had no slot
     wait: Wait | None = None  # for chunks that no tier has yet; None if these are misses at once
     terms: Terms | None = None  # the terms of its claim, if it has one
     priority: int = DEFAULT  # the chunks that it uses get it, unless another request gives them a higher one
@@ -118,10 +120,6 @@ class Request(Stateful):
         """Whether it waits for chunks that no tier has yet."""
         return self.wait is not None and bool(self.wait.keys)
 
-    def addresses_for(self, key: OffloadKey) -> tuple[str, ...]:
-        """Return the addresses of engines that have a chunk, by its client's hint."""
-        return self.addresses if self.names(key) else ()
-
     def names(self, key: OffloadKey) -> bool:
         """Return whether the chunk is one of ``blocks``."""
         return self.blocks is None or block_of(key) in self.blocks
@@ -129,21 +127,43 @@ class Request(Stateful):
     def begin_round(self, round_: object, first: OffloadKey) -> None:
         self.round = round_
         self.first = first
-        if self.no_store == "preempted":  # the engine forgets its old blocks before it asks
-            self.no_store = None
+        if self.no_store is not None:
+            self.renew_blocks()  # the engine forgets its old blocks before it asks
         self.answers_stand = False
         self.hits.clear()
         self.wanted.clear()
         if self.wait is not None:
-            self.wait.has_news, self.wait.leading = True, 0
+            self.wait.leading = 0
         if self.record is not None:
             self.record.began(round_)
+
+    def place(self, *, appends: bool) -> None:
+        """Note that the engine names its blocks. ``appends``: to those that it had, which may be others'."""
+        if self.is_placed and appends:
+            self.no_store = "session"
+        else:
+            self.renew_blocks()
+        self.is_placed = True
+
+    def preempt(self) -> None:
+        """Note that the engine has taken its blocks, and may still offer them as its own."""
+        if self.is_placed:
+            self.no_store = self.no_store or "preempted"
+
+    def renew_blocks(self) -> None:
+        """Note that it gets new blocks after a preemption."""
+        if self.no_store == "preempted":
+            self.no_store = None
 
     def mark_absent(self, keys: Collection[OffloadKey], why: str = "") -> None:
         """Answer MISS for keys from now on, with a reason if tiers may have them."""
         self.absent.update(keys)
         if why:
             self.why_absent.update(dict.fromkeys(keys, why))
+        self.note_change()
+
+    def note_change(self) -> None:
+        """Note that the same lookups may get other answers from now on."""
         self.answers_stand = False
 
     def forget_locations(self) -> None:
@@ -156,4 +176,3 @@ class Request(Stateful):
         self.hits.clear()
         self.wanted.clear()
         self.forget_locations()
-        self.deadline_s = None

@@ -19,6 +19,9 @@ from kvtier.errors import StateError
 from kvtier.keys import OffloadKey
 from kvtier.policies._base import Run
 
+PRIMARY = "cpu"
+"""How counts name the primary tier."""
+
 Keys = Sequence[OffloadKey]
 Count = tuple[str, ...]
 """A counter's name: the event, then the tier and the reason if there are any."""

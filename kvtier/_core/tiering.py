@@ -15,27 +15,23 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 
-from kvtier._core import messages
+from kvtier._core import audits, messages
 from kvtier._core.cascade import Cascades
-from kvtier._core.chunks import DEFAULT, Chunk, ChunkTable
+from kvtier._core.chunks import Chunk, ChunkTable
 from kvtier._core.claims import Claims
-from kvtier._core.kv_events import KVEvent
 from kvtier._core.limits import Limits
+from kvtier._core.misses import Misses
 from kvtier._core.priorities import Priorities
 from kvtier._core.promotion.promotions import Promotions
 from kvtier._core.requests import Request
 from kvtier._core.reuse_tracker import ReuseTracker
-from kvtier._core.shared import Count, Keys, Notice, SharedState
-from kvtier._core.slot_trailers import SlotTrailers
+from kvtier._core.shared import PRIMARY, Count, Keys, Notice, SharedState
 from kvtier._core.states import ChunkState, Lookup, RequestEvent, RequestState
 from kvtier._core.tiers.tier_status import TierStatus
 from kvtier._core.transfers import Handle, Pinned, Reservation
 from kvtier.errors import StateError
 from kvtier.keys import OffloadKey, group_index
 from kvtier.policies._base import EvictionPolicy
-
-PRIMARY = "cpu"
-"""How counts name the primary tier."""
 
 _READY = ChunkState.READY
 _HIT, _MISS, _PENDING, _RETRY = Lookup.HIT, Lookup.MISS, Lookup.PENDING, Lookup.RETRY
@@ -71,7 +67,8 @@ class Tiering:
         self._visible = self.table.visible
         self._counts = self.shared.counts
         self._asked: list[Request] = []
-        self._missing: list[Request] = []  # asked for chunks in this round that are missing
+        self._misses = Misses(self.shared)
+        self._miss = self._misses.note
         self._round: object = object()
         self._has_damage = False
         # Why nothing is stored, and each round that begins is answered MISS: a word of ``reasons.MISS``.
@@ -85,7 +82,7 @@ class Tiering:
         """Return the answer for a key, and note unknown keys for the next ``settle``."""
         if request.round is not self._round:
             if self.refusal is not None or request.state is RequestState.COMPUTED:
-                return self._miss(key, request, self.refusal or "load_failed")
+                return self._miss(self._round, key, request, self.refusal or "load_failed")
             request.begin_round(self._round, key)
             self._asked.append(request)
         chunk = self._visible.get(key)
@@ -100,12 +97,11 @@ class Tiering:
         The engine asks in each step for each key of each request that waits. After RETRY for its first
         question and MISS for the next, it ends the scan there, and still defers the request.
         """
-        if not request.answers_stand or request.first is None or not request.is_waiting:
+        if not request.answers_stand or request.first is None:
             return None
         if key == request.first:
             if request.round is not self._round:
                 request.round = self._round
-                request.hits.clear()  # they are held
                 self._asked.append(request)
             return _RETRY
         if request.round is not self._round:
@@ -118,61 +114,40 @@ class Tiering:
             request.hits.append(key)
             return _HIT
         if chunk is None and (key in request.absent or not (is_adopted or self.shared.asks_tiers)):
-            return self._miss(key, request, request.why_absent.get(key, "absent"))
+            return self._miss(self._round, key, request, request.why_absent.get(key, "absent"))
         if chunk is None and not is_adopted and request.tiers is not None and not request.tiers:
-            return self._miss(key, request, "filter")
+            return self._miss(self._round, key, request, "filter")
         if request.state is RequestState.EXPIRED:
-            return self._miss(key, request, "deadline")
+            return self._miss(self._round, key, request, "deadline")
         request.wanted.append(key)
         return _PENDING if chunk is not None or key in request.located else _RETRY
-
-    def _miss(self, key: OffloadKey, request: Request, reason: str) -> Lookup:
-        misses = request.misses
-        if not misses:
-            self._missing.append(request)
-        misses[key] = reason
-        if request.record is not None:
-            request.record.missed(self._round, key, reason)
-        return _MISS
-
-    def _count_misses(self) -> None:
-        """Count the round's misses, except of requests that are asked again, each of a request once.
-
-        The engine repeats a scan whose answers are pending, and one of a request that it cannot schedule yet.
-        """
-        reasons: list[str] = []
-        for request in self._missing:
-            misses, request.misses = request.misses, {}
-            if request.is_prefetch or (request.wanted and request.round is self._round):
-                continue
-            for counted in misses.keys() & request.missed:
-                del misses[counted]
-            reasons += misses.values()
-            request.missed.update(misses)
-        for reason in set(reasons):
-            self._counts["miss", reason] += reasons.count(reason)
-        self._missing.clear()
 
     def settle(self, now_s: float) -> None:
         """End a round of questions: promote what is wanted, keep the deadlines, keep the reserve free."""
         self.claims.start_round(now_s)
-        self.priorities.expire(now_s)
-        self._count_misses()
+        if self.priorities.ending:
+            self.priorities.expire(now_s)
+        if self._misses.requests:
+            self._misses.count(self._round)
         asked, self._asked = self._asked, []
-        self.shared.gate.begin_round()
-        self.promotions.start_round(now_s)
         self._round = object()
-        self.promotions.give_up_overdue(now_s)
-        self._hold_or_serve(asked, now_s)
-        self._expire_requests(now_s)
-        self._promote(asked, now_s)  # only now, when the hits of all are pinned
-        self.claims.pin_arrived()
-        self._drop_released()
-        if self._tiers:
-            self.holds.evict_to_reserve()
+        if asked or self.holds.pending or self.holds.awaiting or self.shared.transfers:
+            self.shared.gate.begin_round()
+            self.promotions.start_round(now_s)
+            self.promotions.give_up_overdue(now_s)
+            self._hold_or_serve(asked, now_s)
+            self.promotions.waits.expire(now_s)
+            self._promote(asked, now_s)  # only now, when the hits of all are pinned
+        if self.claims.arriving:
+            self.claims.pin_arrived()
+        if self.table.users:
+            self._drop_released()
+        if self.table.room < self.holds.reserve:
+            self.shared.evict(self.holds.free_reserve - self.table.room)
         if self.cascades.reused or self.cascades.offered_again:
             self.cascades.follow_reuse(now_s)
-        self.shared.note_policy()
+        if self.table.faults:
+            self.shared.note_policy()
         if self._has_damage:
             self._has_damage = False
             self.disable_after_audit(None, "when it was about to be put into a tier")
@@ -185,7 +160,9 @@ class Tiering:
             self.priorities.use(request, request.hits)
             if request.wanted:
                 self._defer(request, now_s)
-            elif request.state is not RequestState.EXPIRED:
+            elif request.state is RequestState.EXPIRED:
+                self.holds.unhold(request)  # its hits may have been pinned within the round
+            else:
                 self.served(request)
 
     def _promote(self, asked: Sequence[Request], now_s: float) -> None:
@@ -202,21 +179,18 @@ class Tiering:
                 self.holds.release(request)
 
     def _drop_released(self) -> None:
-        if self.table.users and (released := self.priorities.released()):
+        if released := self.priorities.released():
             self._counts["released",] += len(released)
             self.table.pin(released)
             self._drop(released)
 
     def next_deadline_s(self) -> float | None:
         """Return the latest time for the next ``settle``; None if nothing is pending."""
-        deadlines = [transfer.deadline_s for transfer in self.shared.running]
-        waiting = [*self.holds.pending, *self.holds.awaiting]
-        deadlines += [other.deadline_s for other in waiting if other.deadline_s is not None]
-        if (next_s := self.promotions.waits.next_s()) < inf:
-            deadlines.append(next_s)
-        if self.holds.pending and self.shared.gate.wait_until_s < inf:
-            deadlines.append(self.shared.gate.wait_until_s)
-        return min(deadlines, default=None)
+        times = [transfer.deadline_s for transfer in self.shared.running]
+        times.append(self.promotions.waits.next_s())
+        if self.holds.pending:
+            times.append(self.shared.gate.wait_until_s)
+        return earliest_s if (earliest_s := min(times)) < inf else None
 
     def served(self, request: Request) -> None:
         """Unpin what is held for a request that waits for nothing now.
@@ -226,14 +200,13 @@ class Tiering:
         if request in self.holds.pending or request.state is not RequestState.IDLE:
             self.promotions.waits.close(request)
             request.move(RequestEvent.SERVED)
-            request.deadline_s = None
             self.holds.unhold(request)
 
     def scheduled(self, request: Request) -> None:
         """Note that the engine computes the request from now on, even if answers for a group are pending."""
         request.wanted.clear()
         self.served(request)
-        request.wait = None
+        self.promotions.waits.close(request)
         self.shared.gate.running.add(request)
 
     def restart(self, request: Request) -> None:
@@ -244,8 +217,8 @@ class Tiering:
         """
         told = [chunk.key for chunk, when in request.held.items() if when is self._round]
         self.served(request)
-        if request.is_placed and request.round is not self._round:
-            request.no_store = request.no_store or "preempted"
+        if request.round is not self._round:
+            request.preempt()
         self.shared.gate.running.discard(request)
         request.hits += told
         request.missed.clear()
@@ -273,11 +246,10 @@ class Tiering:
         if self.epoch or self.shared.windowed:
             # After a reset, chunks of other engines are not for this one. Windows lack some of their chunks.
             self.promotions.waits.close(request)
-        if request.deadline_s is None:
-            request.deadline_s = now_s + self.shared.limits.request_deadline_s
         if request.wait is not None:
             request.wait.start_clock(now_s)
         self.holds.hold(request)
+        self.holds.start_clock(request, now_s)
         self.holds.unpin_unasked(request)
 
     def _hold_hits(self) -> None:
@@ -287,26 +259,6 @@ class Tiering:
                 self.priorities.use(request, request.hits)
                 self.holds.hold(request)
 
-    def _expire_requests(self, now_s: float) -> None:
-        """End the waiting of requests whose deadlines have passed. Their pending keys are misses."""
-        for request in [*self.holds.pending, *self.holds.awaiting]:
-            if request.deadline_s is None or request.deadline_s > now_s:
-                continue
-            if request.wait is not None:
-                self.promotions.waits.give_up(request, now_s)
-            if request.state is RequestState.WAITING:
-                request.move(RequestEvent.OVERDUE)
-                if not request.is_prefetch:
-                    self._counts["expired",] += 1
-                self._record_deadline(request)
-            self.holds.unhold(request)
-
-    def _record_deadline(self, request: Request) -> None:
-        if request.record is not None:
-            for transfer in self.shared.running:
-                if not transfer.is_put and request in transfer.waiters:
-                    request.record.refused(transfer.keys, self._tiers[transfer.tier].name, "deadline")
-
     def add_part(self, request: Request, part: Request) -> None:
         """Have a part of a request use the chunks that its blocks name, until the request ends.
 
@@ -314,17 +266,20 @@ class Tiering:
         choose among chunks that are there under their whole keys: a wrong name, or one that chunks share,
         brings no other bytes to any request.
         """
-        request.parts[part] = False
-        self._use_parts(request, self.table.named(part.blocks or ()), [part])
+        named = self.table.named(part.blocks or ())
+        request.parts[part] = bool(named)
+        self._note_use(part, named, named)
 
-    def _use_parts(
-        self, request: Request, keys: Keys, parts: Iterable[Request], *, is_offered: bool = False
+    def _note_use(
+        self, request: Request, keys: Keys, new: Iterable[OffloadKey], *, is_offered: bool = False
     ) -> None:
-        for part in parts:
+        """Note that a request and its parts use chunks; it brought in the ``new`` ones."""
+        self.priorities.use(request, keys, new)
+        self.claims.use(request, keys, is_offered=is_offered)
+        for part in request.parts:
             named = [key for key in keys if part.names(key)]
             request.parts[part] |= bool(named)
-            self.priorities.use(part, named, named)
-            self.claims.use(part, named, is_offered=is_offered)
+            self._note_use(part, named, named, is_offered=is_offered)
 
     # --- loads -----------------------------------------------------------------------------------
 
@@ -346,13 +301,10 @@ class Tiering:
             chunk.origin = None
         self.handles.add(pinned)
         self.holds.promoting.difference_update(chunks)
-        if self.table.users or request.priority != DEFAULT:
-            origins = zip(keys, pinned.origins, strict=True)
-            self.priorities.use(request, keys, [key for key, tier in origins if tier is not None])
         self.served(request)
         request.forget_answers()
-        self.claims.use(request, keys)
-        self._use_parts(request, keys, request.parts)
+        origins = zip(keys, pinned.origins, strict=True)
+        self._note_use(request, keys, (key for key, tier in origins if tier is not None))
         return pinned
 
     def release(self, pinned: Pinned) -> None:
@@ -432,9 +384,7 @@ class Tiering:
         self._tracker.count(offered)
         reservation = Reservation(self.table.assign_slots(new, run, places, visible=True), new, evicted)
         self.handles.add(reservation)
-        self.priorities.use(request, keys, new)
-        self.claims.use(request, keys, is_offered=True)
-        self._use_parts(request, keys, request.parts, is_offered=True)
+        self._note_use(request, keys, new, is_offered=True)
         return reservation
 
     def commit(self, reservation: Reservation, now_s: float) -> None:
@@ -503,14 +453,6 @@ class Tiering:
         elif isinstance(event, messages.ProcessEnded):
             self._counts["process_ended", event.reason] += event.times
 
-    def adopt(self, trailers: SlotTrailers, slots: Mapping[OffloadKey, int]) -> None:
-        """Offer chunks of the engine before, the least recently used first, and keep entries of all slots.
-
-        A tier that works in place verifies them. Call it before any slot is ready.
-        """
-        self.table.trailers = trailers
-        self.table.adopt(slots)
-
     def take_commands(self) -> list[messages.Command]:
         """Return and clear the commands since the last call, in the order to carry them out."""
         commands, self.shared.commands = self.shared.commands, []
@@ -520,10 +462,6 @@ class Tiering:
         """Return and clear the changes that the log should have a line of."""
         notices, self.shared.notices = self.shared.notices, []
         return notices
-
-    def take_kv_events(self) -> list[KVEvent]:
-        """Return and clear what has become available, or has left, since the last call."""
-        return self.shared.kv_events.take_events()
 
     def take_counts(self) -> dict[Count, float]:
         """Return and clear the counts since the last call."""
@@ -563,26 +501,10 @@ class Tiering:
 
         Its chunks are dropped, unless they were loaded before. As with ``fail_load``, a HIT in the current
         round is void. ``tier`` is None if the damage arose in the primary tier, or between it and the device.
-        Every chunk goes that way, so no tier is used then, and nothing is stored. ``where`` is for the log:
-        which chunk it was, and when the damage was noticed.
+        Every chunk goes that way, so no tier is used then, and nothing is stored.
         """
-        name = PRIMARY if tier is None else self._tiers[tier].name
-        if self.table.trailers is not None:
-            self.table.trailers.reset()  # evicted and loaded chunks lose theirs, too
-        self._counts["audit_failed", name] += 1
         self.refusal = "audit" if tier is None else self.refusal
-        for index, status in enumerate(self._tiers):
-            if tier in (None, index) and not status.failed_audit:
-                status.failed_audit = True
-                self.shared.kv_events.clear(index)
-                if status.in_place:
-                    self.table.give_up_adopted()
-        given = [chunk for chunk in self.table.all if chunk.state is _READY and tier in (None, chunk.origin)]
-        self.table.pin(given)
-        self._drop(given)
-        what = "nothing is stored or loaded" if tier is None else "it is not used"
-        text = f"an audit has found a chunk damaged, {where}: {what} any more until a restart"
-        self.shared.notices.append(Notice(f"tier {name}", text))
+        self._drop(audits.disable(self.shared, tier, where))
 
     @property
     def is_idle(self) -> bool:

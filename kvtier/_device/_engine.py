@@ -25,6 +25,7 @@ from kvtier.errors import StateError
 
 logger = GuardedLogger("kvtier.device")
 
+_NOT_PINNED = Pinning()
 _PLAIN = (Attempt.FIRST, Attempt.RETRY)
 _WITH_STAGED = (*_PLAIN, Attempt.STAGED)
 
@@ -125,6 +126,8 @@ class TransferEngine:
 
     def finished(self) -> list[Finished]:
         """Return the transfers that ended since the last call, in the order of their ends."""
+        if not self._ended:
+            return []
         with self._changed:
             ended, self._ended = self._ended, []
         return ended
@@ -135,6 +138,8 @@ class TransferEngine:
         A caller that runs Python without a pause would keep the lock for 5 ms (``sys.getswitchinterval``).
         Blocks for at most 2 ms, and raises nothing.
         """
+        if not self._in_flight:
+            return
         loads = self._queues[CopyQueue.LOAD]
         loads.let_start()
         if (copied := loads.ended_copy()) is not None:
@@ -172,7 +177,7 @@ class TransferEngine:
     @property
     def pinning(self) -> Pinning:
         """The amount of the region that is pinned so far; zero on a device that needs no pinning."""
-        return Pinning() if self._pinned is None else self._pinned.state
+        return _NOT_PINNED if self._pinned is None else self._pinned.state
 
     def close(self) -> None:
         """Drain, stop and unpin; memory of a stuck copy stays pinned. May be called again.

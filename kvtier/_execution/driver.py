@@ -56,16 +56,29 @@ class Driver:
 
     def on_events(self, events: deque[Event]) -> None:
         """Pass all events of a queue to the core, and the resulting commands to the executor."""
-        now_s = self._clock()
+        self._take(events, self._clock())
+        self.dispatch()
+
+    def _take(self, events: deque[Event], now_s: float) -> None:
         while events:
             event = events.popleft()
             if self.traces is not None:
                 self.traces.ended(event)
             self._core.on_event(event, now_s)
-        self.dispatch()
 
     def settle(self) -> None:
         self._core.settle(self._clock())
+        self.dispatch()
+
+    def end_round(self, events: deque[Event]) -> None:
+        """Pass all events of a queue to the core, then end the round of questions.
+
+        So transfers that ended while the owner was idle are not overdue.
+        """
+        now_s = self._clock()
+        if events:
+            self._take(events, now_s)
+        self._core.settle(now_s)
         self.dispatch()
 
     def reset(self) -> None:
@@ -78,14 +91,15 @@ class Driver:
 
         ``request`` names the one whose chunks are put, for traces.
         """
-        commands = self._core.take_commands()
-        if commands:
+        shared = self._core.shared
+        if shared.commands:
+            commands = self._core.take_commands()
             if self.traces is not None:
                 self.traces.submitted(commands, request)
             if self._slot_checksums is not None:
                 self._slot_checksums.forget_promoted(commands)
             self._submit(commands)
-        for notice in self._core.take_notices():
+        for notice in self._core.take_notices() if shared.notices else ():
             line = f"{notice.subject}: {notice.text}"
             if (added := self._log_limit.allow(line, self._clock())) is not None:
                 self._logger.warning("%s%s", line, added)

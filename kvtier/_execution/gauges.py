@@ -3,53 +3,100 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Final
 
+from kvtier._core.shared import PRIMARY
 from kvtier._core.states import BreakerState
-from kvtier._core.tiering import PRIMARY, Tiering
+from kvtier._core.tiering import Tiering
 from kvtier._core.tiers.breaker import Breaker
 from kvtier._core.tiers.tier_status import TierStatus
 from kvtier._execution.executor import TierActivity
 
-Gauges = Mapping[tuple[str, tuple[str, ...]], float | None]
-"""Values of gauges, by name and label values; None if there is no value yet."""
+Gauge = tuple[str, tuple[str, ...]]
+"""A name and label values."""
+
+Gauges = Mapping[Gauge, float | None]
+"""Values of gauges; None if there is no value yet."""
 
 
-def read_gauges(core: Tiering, activity: Sequence[TierActivity], chunk_bytes: int) -> Gauges:
-    """Return the gauges of the primary tier and of each secondary tier, in lookup order."""
-    table = core.table
-    slots, free = len(table.all), table.room
-    kept = len(core.claims.pinned)
-    busy = max(0, slots - free - table.evictable - kept)  # excludes kept chunks that are being loaded
-    values: dict[tuple[str, tuple[str, ...]], float | None] = {
-        ("kvtier_slots", ()): slots,
-        ("kvtier_free_slots", ()): free,
-        ("kvtier_kept_bytes", ()): kept * chunk_bytes,
-        ("kvtier_tier_used_bytes", (PRIMARY,)): (slots - free) * chunk_bytes,
-        ("kvtier_tier_capacity_bytes", (PRIMARY,)): slots * chunk_bytes,
-        ("vllm:kv_offload_cpu_cache_usage_perc", ()): busy / slots if slots else 0.0,
-    }
-    for gate, one in zip(core.shared.tiers, activity, strict=True):
-        values |= _read_tier(gate, one, slots)
-    return values
+_OF_PRIMARY: Final[Sequence[Gauge]] = (
+    ("kvtier_slots", ()),
+    ("kvtier_free_slots", ()),
+    ("kvtier_kept_bytes", ()),
+    ("kvtier_tier_used_bytes", (PRIMARY,)),
+    ("kvtier_tier_capacity_bytes", (PRIMARY,)),
+    ("vllm:kv_offload_cpu_cache_usage_perc", ()),
+)
+
+# For each secondary tier, with its name as the first label.
+_OF_TIER: Final[Sequence[Gauge]] = (
+    ("kvtier_tier_up", ()),
+    ("kvtier_tier_healthy", ()),
+    ("kvtier_breaker_state", ("put",)),
+    ("kvtier_breaker_state", ("get",)),
+    ("kvtier_queued_transfers", ("put",)),
+    ("kvtier_queued_transfers", ("get",)),
+    ("kvtier_in_flight_transfers", ("put",)),
+    ("kvtier_in_flight_transfers", ("get",)),
+    ("vllm:kv_offload_tiering_active_cascade_jobs", ()),
+    ("vllm:kv_offload_tiering_active_promotion_jobs", ()),
+    ("vllm:kv_offload_tiering_primary_read_usage_perc", ()),
+    ("kvtier_tier_used_bytes", ()),
+    ("kvtier_tier_capacity_bytes", ()),
+)
 
 
-def _read_tier(gate: TierStatus, activity: TierActivity, slots: int) -> Gauges:
-    tier, puts, gets, usage = gate.name, activity.puts, activity.gets, activity.usage
-    return {
-        ("kvtier_tier_up", (tier,)): float(gate.disabled_reason is None),
-        ("kvtier_tier_healthy", (tier,)): gate.is_healthy,
-        ("kvtier_breaker_state", (tier, "put")): _state_of(gate.puts),
-        ("kvtier_breaker_state", (tier, "get")): _state_of(gate.gets),
-        ("kvtier_queued_transfers", (tier, "put")): puts.waiting,
-        ("kvtier_queued_transfers", (tier, "get")): gets.waiting,
-        ("kvtier_in_flight_transfers", (tier, "put")): puts.running,
-        ("kvtier_in_flight_transfers", (tier, "get")): gets.running,
-        ("vllm:kv_offload_tiering_active_cascade_jobs", (tier,)): puts.submitted,
-        ("vllm:kv_offload_tiering_active_promotion_jobs", (tier,)): gets.submitted,
-        ("vllm:kv_offload_tiering_primary_read_usage_perc", (tier,)): gate.backlog / slots if slots else 0.0,
-        ("kvtier_tier_used_bytes", (tier,)): usage.used_bytes if usage else None,
-        ("kvtier_tier_capacity_bytes", (tier,)): usage.capacity_bytes if usage else None,
-    }
+class GaugeReader:
+    """Reads the gauges of the primary tier and of each secondary tier, in lookup order.
+
+    An engine reads them in each step, so their names are made once.
+    """
+
+    def __init__(self, core: Tiering, activity: Sequence[TierActivity], chunk_bytes: int) -> None:
+        self._core = core
+        self._tiers = list(zip(core.shared.tiers, activity, strict=True))
+        self._chunk_bytes = chunk_bytes
+        self.gauges = list(_OF_PRIMARY)
+        for status in core.shared.tiers:
+            self.gauges += [(name, (status.name, *labels)) for name, labels in _OF_TIER]
+
+    def read(self) -> list[float | None]:
+        """Return the values of ``gauges``."""
+        table, chunk_bytes = self._core.table, self._chunk_bytes
+        slots, free = len(table.all), table.room
+        kept = len(self._core.claims.pinned)
+        busy = max(0, slots - free - table.evictable - kept)  # excludes kept chunks that are being loaded
+        values: list[float | None] = [
+            slots,
+            free,
+            kept * chunk_bytes,
+            (slots - free) * chunk_bytes,
+            slots * chunk_bytes,
+            busy / slots if slots else 0.0,
+        ]
+        for status, activity in self._tiers:
+            values += _read_tier(status, activity, slots)
+        return values
+
+
+def _read_tier(status: TierStatus, activity: TierActivity, slots: int) -> tuple[float | None, ...]:
+    """Return the values of ``_OF_TIER``."""
+    puts, gets, usage = activity.puts, activity.gets, activity.usage
+    return (
+        float(status.disabled_reason is None),
+        status.is_healthy,
+        _state_of(status.puts),
+        _state_of(status.gets),
+        puts.waiting,
+        gets.waiting,
+        puts.running,
+        gets.running,
+        puts.submitted,
+        gets.submitted,
+        status.backlog / slots if slots else 0.0,
+        usage.used_bytes if usage else None,
+        usage.capacity_bytes if usage else None,
+    )
 
 
 def _state_of(breaker: Breaker) -> BreakerState:

@@ -123,10 +123,6 @@ class Written(_Lent):
         """The slots' bytes, to be written. Valid inside the ``write`` block; StateError after it."""
         return tuple(map(self._lend, self._slots))
 
-    @property
-    def _is_used(self) -> bool:
-        return bool(self._used_views)
-
     def _lend(self, slot: int) -> memoryview:
         """Return a view that is known to be used until it, and all that was made of it, is gone."""
         whole = self._region.view(slot)

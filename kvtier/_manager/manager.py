@@ -25,7 +25,7 @@ from kvtier._core.transfers import Pinned, Reservation
 from kvtier._device._engine import TransferEngine
 from kvtier._execution.driver import Driver
 from kvtier._execution.executor import CLOSE_S, LAST_STEP_S, Executor, NamedTier, Post
-from kvtier._execution.gauges import Gauges, read_gauges
+from kvtier._execution.gauges import GaugeReader, Gauges
 from kvtier._identity import Identity
 from kvtier._isolation.remote import RemoteExecutor
 from kvtier._log import GuardedLogger
@@ -296,8 +296,8 @@ class TieringManager:
     def _metrics(self) -> tuple[Mapping[tuple[str, ...], float], Gauges, int]:
         """Return the counts, the gauges and the bytes of a chunk, for ``prometheus_collector``."""
         chunk_bytes = self._region.chunk_bytes
-        gauges = read_gauges(self._core, self._executor.activity, chunk_bytes)
-        return self.statistics().counts, gauges, chunk_bytes
+        reader = GaugeReader(self._core, self._executor.activity, chunk_bytes)
+        return self.statistics().counts, dict(zip(reader.gauges, reader.read(), strict=True)), chunk_bytes
 
     async def drain(self) -> None:
         """Wait until every copy, put and get in flight has ended."""
@@ -376,7 +376,7 @@ class TieringManager:
             self._driver.settle()  # a tier with overdue puts gets no more
         except BaseException:
             is_used = not self._copies.stuck_slots.isdisjoint(reservation.slots)
-            if not is_used and (written is None or not written._is_used):
+            if not is_used and (written is None or not written._used_views):
                 self._core.abort(reservation)
             else:
                 self._core.drop_unfilled(reservation, dict.fromkeys(reservation.slots, "failed"))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from itertools import product
+from operator import itemgetter
 
 _WORD_BYTES = 8
 _ROW_ALIGNMENT = 128
@@ -34,6 +35,12 @@ class StatusField(IntEnum):
     STOPPED_MS = 12  # start of the worker's shutdown on the clock of ``time.monotonic``; 0 before
     PAGES = 13  # number for the page layout of the worker's attention backends; 0 if still unknown
     OPENED = 14  # 1 once the worker has opened the region
+
+
+# Read in each step, or for each store.
+_marked = itemgetter(StatusField.MARKED)
+_is_lost = itemgetter(StatusField.LOST)
+_failed_audits = itemgetter(StatusField.AUDITS_FAILED)
 
 
 class Unfilled(IntEnum):
@@ -60,29 +67,24 @@ class WorkerStatus:
 
     def __init__(self, table: memoryview, slots: int, rank: int) -> None:
         start = rank * _row_bytes(slots)
-        self._words = table[start : start + _WORDS_BYTES].cast("Q")
+        self.words = table[start : start + _WORDS_BYTES].cast("Q")
         self.marks = table[start + _WORDS_BYTES : start + _WORDS_BYTES + slots]
 
     def __getitem__(self, word: StatusField) -> int:
-        return self._words[word]
+        return self.words[word]
 
     def __setitem__(self, word: StatusField, value: int) -> None:
-        self._words[word] = value
+        self.words[word] = value
 
     def count(self, word: StatusField) -> None:
-        self._words[word] += 1
+        self.words[word] += 1
 
     def mark(self, slots: Iterable[int], why: Unfilled = Unfilled.FAILED) -> None:
         """Mark slots that a store does not fill. Call it before the store is reported as ended."""
         for slot in slots:
             if not self.marks[slot]:
                 self.marks[slot] = why
-                self._words[StatusField.MARKED] += 1
-
-    @property
-    def words(self) -> bytes:
-        """All numbers, for comparison with earlier ones."""
-        return self._words.tobytes()
+                self.words[StatusField.MARKED] += 1
 
 
 class StatusTable:
@@ -90,13 +92,14 @@ class StatusTable:
 
     def __init__(self, table: memoryview, slots: int, workers: int) -> None:
         self.rows: Sequence[WorkerStatus] = [WorkerStatus(table, slots, rank) for rank in range(workers)]
+        self._words = [row.words for row in self.rows]
         self._taken = 0
         self._seen: list[bytes] = []
 
     def take_marks(self, slots: Sequence[int]) -> dict[int, Unfilled]:
         """Return and clear the marks of slots that a store of any worker did not fill."""
         taken: dict[int, Unfilled] = {}
-        if sum(row[StatusField.MARKED] for row in self.rows) > self._taken:
+        if sum(map(_marked, self._words)) > self._taken:
             for marks, slot in product([row.marks for row in self.rows], slots):
                 if why := marks[slot]:
                     taken[slot], marks[slot] = Unfilled(why), 0
@@ -105,7 +108,7 @@ class StatusTable:
 
     def notice_change(self) -> bool:
         """Remember the numbers; return whether one has changed since the last call."""
-        seen, self._seen = self._seen, [row.words for row in self.rows]
+        seen, self._seen = self._seen, [words.tobytes() for words in self._words]
         return seen != self._seen
 
     @property
@@ -121,8 +124,8 @@ class StatusTable:
 
     @property
     def is_lost(self) -> bool:
-        return any(row[StatusField.LOST] for row in self.rows)
+        return any(map(_is_lost, self._words))
 
     def have_found_damage(self) -> bool:
         """Return whether an audit of any worker has ever failed."""
-        return any(row[StatusField.AUDITS_FAILED] for row in self.rows)
+        return any(map(_failed_audits, self._words))

@@ -1,4 +1,4 @@
-"""Sizes and durations: how users write them, and their bounds. Shared by settings and command-line options.
+"""Sizes: how users write them, and the bounds of numbers. Shared by settings and command-line options.
 
 Absurd values are refused, because later arithmetic uses 64-bit integers: a time-to-live of 1e300 seconds once
 wrapped to a negative one and emptied a root.
@@ -30,7 +30,6 @@ _BYTES: Final = {
     **{letter + end: 1000**power for power, letter in enumerate(_PREFIXES, 1) for end in ("", "b")},
     **{letter + end: 1024**power for power, letter in enumerate(_PREFIXES, 1) for end in ("i", "ib")},
 }
-_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
 def size(value: object) -> int:
@@ -44,7 +43,7 @@ def size(value: object) -> int:
     if isinstance(value, float) and not value.is_integer():  # nan and infinity, too
         raise ValueError(SIZE_NEEDED)
     text = value if isinstance(value, str) else str(int(value))
-    amount, unit = _amount(text, _BYTES, SIZE_NEEDED)
+    amount, unit = amount_of(text, _BYTES, SIZE_NEEDED)
     if amount * unit > MOST_BYTES:
         raise ValueError(f"too large: at most {MOST_BYTES} bytes, just below 8EiB")
     return int(amount * unit)
@@ -65,15 +64,7 @@ def bytes_of(amount: int | str, whole: int) -> int:
     return amount if isinstance(amount, int) else int(whole * float(amount.strip().rstrip("% ")) / 100)
 
 
-def duration(text: str) -> float:
-    """Return text such as ``90s``, ``15m``, ``12h`` or ``30d`` in seconds. Otherwise ValueError."""
-    amount, unit = _amount(text, _SECONDS, "write a duration with a unit: 90s, 15m, 12h or 30d")
-    if amount * unit > MOST_SECONDS:
-        raise ValueError(f"too long: at most {MOST_SECONDS // 86_400}d, which is 100 years")
-    return float(amount * unit)
-
-
-def _amount(text: str, units: dict[str, int], needed: str) -> tuple[Decimal, int]:
+def amount_of(text: str, units: dict[str, int], needed: str) -> tuple[Decimal, int]:
     """Split a number from its unit. Decimal: no digit of a large number is lost, and none is too large."""
     found = _AMOUNT.fullmatch(text)
     unit = None if found is None else units.get(found[2].lower())

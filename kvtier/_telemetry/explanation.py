@@ -1,11 +1,10 @@
-"""Why a request's prefix was found or not: one line per explained request, written and read here."""
+"""Why a request's prefix was found or not: one line per explained request. ``kvtier explain`` reads it."""
 
 from __future__ import annotations
 
 import json
 import logging
 import sys
-from collections.abc import Iterable, Iterator
 from typing import Annotated
 
 import msgspec
@@ -35,17 +34,6 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     hints: list[str] = []  # its client's actions, each with its outcome
 
 
-class DamagedLine(msgspec.Struct, frozen=True):
-    """A line with the prefix that is not followed by a readable explanation."""
-
-    problem: str
-
-
-_BEGIN = PREFIX + "{"
-_decoder = msgspec.json.Decoder(Explanation)
-_json = json.JSONDecoder()  # finds the end of a value
-
-
 def write(explanation: Explanation) -> None:
     # In ASCII, because a request's id may contain characters that the log's encoding lacks, or half of one.
     request = explanation.request.encode(errors="replace").decode()
@@ -67,28 +55,3 @@ def enable() -> None:
             return
         one = one.parent
     logger.setLevel(logging.INFO)
-
-
-def read(lines: Iterable[bytes]) -> Iterator[Explanation | DamagedLine | None]:
-    """Yield the explanation in each line of a log; None for other lines."""
-    for line in lines:
-        yield _found_in(line.decode(errors="replace"))
-
-
-def _found_in(line: str) -> Explanation | DamagedLine | None:
-    """Return the first readable explanation in a line."""
-    problem, may_be_escaped = None, True
-    start = line.find(_BEGIN)
-    while start >= 0:
-        text = line[start + len(PREFIX) :]
-        is_escaped = text.startswith('{\\"')  # in a log whose lines are JSON
-        # then the prefix is part of a request's id
-        may_be_escaped = may_be_escaped and not text.startswith('{"')
-        try:
-            if may_be_escaped or not is_escaped:
-                text = _json.raw_decode('"' + text)[0] if is_escaped else text
-                return _decoder.decode(text[: _json.raw_decode(text)[1]])
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            problem = problem or DamagedLine(str(error))
-        start = line.find(_BEGIN, start + 1)
-    return problem

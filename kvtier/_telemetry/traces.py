@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from kvtier._core.messages import Command, Event, Get, GetEnded, Put, PutEnded, TransferHealth
-from kvtier._core.shared import SharedState
-from kvtier._core.tiering import PRIMARY
+from kvtier._core.shared import PRIMARY, SharedState
 from kvtier._core.transfers import Handle, Pinned
 from kvtier._log import GuardedLogger
 

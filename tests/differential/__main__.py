@@ -95,7 +95,8 @@ class Search:
             self.lives[feature] += bool(has_it)
             self.loaded[feature] += stage.loaded.total() * bool(has_it)
         end = failure.kind if failure else "right"
-        if failure and (alone := stage.failure(life, connector=False)):
+        alone = stage.failure(life, connector=False) if failure else None
+        if failure and alone and alone.kind == failure.kind:
             end = f"{alone.kind} without a connector, too"
         self.ends[end] += 1
         say(f"seed {seed}: {end}, loaded {dict(stage.loaded)} in {time.monotonic() - begun_s:.0f} s")

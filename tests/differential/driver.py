@@ -97,11 +97,15 @@ class Request:
         return request
 
     def _named(self, hint: dict[str, Any]) -> dict[str, Any]:
-        """Return what a client says, with the hashes of blocks in place of places in host memory."""
+        """Return what a client says, with the hashes of blocks in place of places in host memory.
+
+        An engine without a connector has none: it tells whether a life fails without kvtier, too.
+        """
         hint = deepcopy(hint)
+        has_memory = self._engine.engine_core.engine_core.scheduler.connector is not None
         for envelope in (hint.get("kv_hint"), hint.get("kvtier", {}).get("hints")):
             for action in envelope["actions"] if envelope else ():
-                keys = [*_core_of(self._engine).table.visible]
+                keys = [*_core_of(self._engine).table.visible] if has_memory else []
                 places = action["payload"].pop("block_hashes", None)
                 if places is not None:
                     named = [block_of(keys[int(place * len(keys))]) for place in places if keys]
@@ -175,12 +179,12 @@ def play(
                 request.abort()
         for what in [what for at, what in resets if at == step]:
             try:
-                reaches_tiers = "device" not in what
+                reaches_tiers = "device" not in what and "weights" not in what
                 is_done = engine.reset_prefix_cache("preempt" in what, reset_connector=reaches_tiers)
                 is_refused = reaches_tiers and not is_done
-                if is_done and reaches_tiers:
+                if is_done and "device" not in what:
                     weights = new.pop(0)
-                    reweigh(llm, weights)
+                    reweigh(llm, weights, is_told=reaches_tiers)
             except RuntimeError:  # vLLM refuses while a preempted request is being loaded
                 resets.append([step + 1, what])
         if not waiting and not engine.has_unfinished_requests():
@@ -210,10 +214,17 @@ def _is_deadlocked(scheduler: Any) -> bool:
     return not scheduler.running and is_ready and any(one.resumable for one in holding)
 
 
-def reweigh(llm: Any, weights: int) -> dict[str, Any]:
-    """Give the model other weights, which follow from a number; with 0 those of its files."""
-    llm.collective_rpc(_reweigh, args=(weights,))
+def reweigh(llm: Any, weights: int, *, is_told: bool = True) -> dict[str, Any]:
+    """Give the model other weights, which follow from a number; with 0 those of its files.
+
+    If kvtier ``is_told`` by a reset, the function's name does not tell it again.
+    """
+    llm.collective_rpc(_reweigh if is_told else _load_weights, args=(weights,))
     return {}
+
+
+def _load_weights(worker: Any, weights: int) -> None:
+    _reweigh(worker, weights)
 
 
 def _reweigh(worker: Any, weights: int) -> None:

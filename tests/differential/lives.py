@@ -114,6 +114,7 @@ class Round:
             ``reset`` resets everything, for new weights; ``restart`` and ``kill`` start the engine again.
         resets: steps and kinds of resets: ``device``, ``all``, or ``preempt``, which preempts requests, as
             ``preempt device`` does. The model gets new weights unless it is the device's, or vLLM refuses.
+            With ``weights``, and ``preempt weights``, they are all that tells kvtier: the device is reset.
         engine: 0 or 1, of two engines over the same tiers.
     """
 

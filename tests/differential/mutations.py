@@ -54,6 +54,11 @@ MUTATIONS = (
         (("self._driver.reset()", "pass"),),
     ),
     Mutation(
+        "new_weights_hide_no_chunk",
+        f"{_MANAGER}.on_new_weights",
+        (("self._driver.reset()", "pass"),),
+    ),
+    Mutation(
         "request_is_never_closed",
         f"{_MANAGER}.on_request_finished",
         (("self.core.close(request, self._clock())", "pass"),),
@@ -76,11 +81,11 @@ MUTATIONS = (
     Mutation(
         "session_is_stored_from_earlier_blocks",
         f"{_MANAGER}.on_schedule_end",
-        (("if request.is_placed and not TRACKS_BLOCKS:", "if False:"),),
+        (("appends=not TRACKS_BLOCKS", "appends=False"),),
     ),
     Mutation(
         "stores_beside_a_transport_that_it_does_not_see",
-        f"{_MANAGER}.on_new_request",
+        f"{_MANAGER}._store_refusal",
         (('"neighbour" if self._engine.is_blind else None', "None"),),
     ),
     Mutation(
@@ -164,7 +169,7 @@ OF_MANAGERS = (
     Mutation(
         "slots_are_free_while_a_view_is_left",
         "kvtier._manager.manager:TieringManager._filling",
-        (("if not is_used and (written is None or not written._is_used):", "if not is_used:"),),
+        (("if not is_used and (written is None or not written._used_views):", "if not is_used:"),),
     ),
     Mutation(
         "cancelled_copy_is_not_waited_for",

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.differential import draws, lives
+from tests.differential.__main__ import Search, parsed
+from tests.differential.driver import Request
 from tests.differential.lives import Ask, Case, Life, Round, code
 from tests.differential.models import Model
 from tests.differential.mutations import MUTATIONS, OF_MANAGERS
 from tests.differential.plan import ENOUGH, Plan
 from tests.differential.shrink import shrink, smaller
+from tests.differential.world import Failure
 from tests.sim.mutations import planted
 
 SEEDS = range(0, 600, 23)
@@ -70,6 +77,30 @@ def test_what_is_needed_to_fail_is_left() -> None:
 
 def has_a_session(life: Life) -> bool:
     return any(ask.more for ask in asks_of(life))
+
+
+@pytest.mark.parametrize(("alone", "is_reported"), [(None, True), ("engine", True), ("tokens", False)])
+def test_the_same_failure_without_a_connector_excuses(
+    tmp_path: Path, alone: str | None, is_reported: bool
+) -> None:
+    """Of another kind it can be the test's own: an engine without kvtier cannot do all that a life asks."""
+    failures = {True: Failure("tokens", "wrong"), False: Failure(alone, "") if alone else None}
+    stage: Any = SimpleNamespace(
+        failure=lambda _, connector=True, **__: failures[connector], loaded=Counter[str]()
+    )
+    launcher: Any = None
+    search = Search(launcher, tmp_path, parsed(["--shrink-s", "0"]))
+    search._run(stage, 1, draw(1))
+    assert bool(search.found) is is_reported
+
+
+def test_blocks_are_named_without_a_connector() -> None:
+    scheduler = SimpleNamespace(connector=None)
+    engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler)))
+    action = {"payload": {"block_hashes": [0.5]}}
+    request = Request(engine, {"inputs": [([1], 1)]})
+    named = request._named({"kv_hint": {"actions": [action]}})
+    assert named == {"kv_hint": {"actions": [{"payload": {"block_hashes": [7]}}]}}
 
 
 def asks_of(life: Life) -> list[lives.Ask]:

@@ -355,6 +355,8 @@ class Run:
         groups, chunk = self.case.model.groups, self.case.chunk_tokens
         if self.case.leaves_no_hit(probe.tokens // chunk):
             return 0
+        if self.case.settings.get("eviction_policy") == "arc" and probe.others:
+            return 0  # ARC may evict all new chunks for others that were loaded again
         kept = min(probe.tokens // chunk * groups, slots - probe.others // chunk * groups)
         return max(0, (kept // groups // 2 - 1 - (groups > 1)) * chunk)
 

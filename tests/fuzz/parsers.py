@@ -37,7 +37,7 @@ from kvtier.tiers.fs._files.chunk_files import require_library
 from kvtier.tiers.fs._files.native_call import FileCall, Flag, Place, Result
 from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._quota.accounts import FileSystem
-from kvtier.tiers.fs._root import Root
+from kvtier_tools.root.contents import RootView, read_ledger
 
 CORPUS = Path(__file__).parent / "corpus"
 
@@ -120,7 +120,7 @@ def manifest(data: bytes) -> None:
     with _home() as home:
         (home / layout.MANIFEST).write_bytes(data)
         (home / "epoch").write_bytes(b"0\n")
-        with Root(home.parent) as root:
+        with RootView(home.parent) as root:
             found = root.namespace(home.name)
             assert found.manifest.digest in (None, IDENTITY.digest)
             assert isinstance(found.problem, str)
@@ -132,7 +132,7 @@ def epoch(data: bytes) -> None:
         (home / "epoch").write_bytes(data)
         (home / layout.MANIFEST).write_text(IDENTITY.manifest)
         (home / "users.e7.lock").touch()
-        with Root(home.parent) as root:
+        with RootView(home.parent) as root:
             shown = root.namespace(home.name).epoch
         opened, joined = namespace.OpenNamespace.open(
             FsConfig(type="fs", root_dir=home.parent), TierContext("fs", IDENTITY, CHUNK_BYTES)
@@ -149,7 +149,7 @@ def quota_ledger(data: bytes) -> None:
         with _home() as home, _opened(home) as root_fd:
             (home / ledger.FOLDER).mkdir()
             (home / ledger.FOLDER / "ledger").write_bytes(text)
-            ledger.read(root_fd)
+            read_ledger(root_fd)
             shared = ledger.SharedLedger(root_fd, lambda: _DISK)
             with shared.change() as accounts:
                 assert min(accounts.used, accounts.unconfirmed, accounts.leased) >= 0, accounts

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.keys import OffloadKey
-from kvtier.tiers.fs._root import ChunkFile, Root
 from kvtier_bench.engine.compared import (
     BLOCK_TOKENS,
     EngineChannel,
@@ -33,6 +32,7 @@ from kvtier_bench.engine.compared import (
     engine_arguments,
     make_prompt,
 )
+from kvtier_tools.root.contents import ChunkFile, RootView
 from tests.common import load_file, wait_while
 from tests.integration.fork_server import STACKS
 
@@ -557,7 +557,7 @@ def chunk_files(root: Path) -> list[Path]:
 def chunks_in(root: Path) -> set[OffloadKey]:
     """Return the keys of the chunks below the root of a file tier."""
     found = set()
-    with Root(root) as opened:
+    with RootView(root) as opened:
         for data_dir in (path.name for path in root.glob("*_r0*")):
             for one in opened.chunks(data_dir):
                 if isinstance(one, ChunkFile):

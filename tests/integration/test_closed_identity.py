@@ -754,6 +754,7 @@ def test_dummy_seed_counts(models: Callable[[str], Path]) -> None:
         ("VLLM_MLA_DISABLE", True),
         ("VLLM_OF_A_PLUGIN_OR_OF_THE_NEXT_VERSION", True),
         ("NVIDIA_TF32_OVERRIDE", True),
+        ("FLA_TRIL_PRECISION", True),  # of vLLM's copy of flash-linear-attention
         ("VLLM_LOGGING_LEVEL", False),
         ("VLLM_HOST_IP", False),
         ("VLLM_DIST_IDENT", False),  # drawn by vLLM at each start

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -26,8 +27,9 @@ from vllm.renderers.base import BaseRenderer
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCoreProc
 
-from kvtier.adapters.vllm._compat import TRACKS_BLOCKS, EngineContext
+from kvtier.adapters.vllm._compat import CHANGES_WEIGHTS, TRACKS_BLOCKS, EngineContext, watch_weights
 from tests.integration.configurations import configure, identity_of, make_model
 
 pytestmark = pytest.mark.releases
@@ -80,6 +82,55 @@ def test_weights_of_trainer_stay_private(model: Path, caplog: pytest.LogCaptureF
     assert is_found_again(configure(model))
     assert not is_found_again(configure(model, weight_transfer_config=WeightTransferConfig(backend="nccl")))
     assert "a trainer can replace the weights" in caplog.text
+
+
+def test_new_weights_are_noticed() -> None:
+    """vLLM tells its connectors of none, but its engine passes calls of workers' methods on."""
+    calls: list[object] = []
+    core = _Core(calls)
+    for method in ("reload_weights", "update_weights", load_weights, "apply_model", "profile"):
+        core.collective_rpc(method, 1.0)
+    sent: tuple[object, ...] = ("profile", None, (), {})  # as the engine's process gets it
+    core.collective_rpc(*EngineCoreProc._convert_msgspec_args(core.collective_rpc, sent))
+    core.collective_rpc(method="compute_weight_checksums")
+    changes = "changes"
+    assert calls == [
+        *(changes, "reload_weights"),
+        "update_weights",
+        *(changes, load_weights, changes, "apply_model"),
+        *("profile", "profile", "compute_weight_checksums"),
+    ]
+
+
+def load_weights() -> None:
+    """A trainer's own function."""
+
+
+class _Core:
+    """An engine core as far as ``watch_weights`` sees it."""
+
+    def __init__(self, calls: list[object]) -> None:
+        self.model_executor = object()
+        self.calls = calls
+        watch_weights(lambda: calls.append("changes"))
+
+    def collective_rpc(
+        self, method: object, timeout: float | None = None, args: object = (), kwargs: object = None
+    ) -> None:
+        self.calls.append(method)
+
+
+def test_methods_that_change_weights_were_reviewed() -> None:
+    source = inspect.getsource(importlib.import_module("vllm.v1.worker.gpu_worker"))
+    methods = set(re.findall(r"def ([a-z]\w*weight\w*)", source))
+    assert {it for it in methods if not CHANGES_WEIGHTS.match(it)} <= {
+        "compute_weight_checksums",
+        "init_weight_transfer_engine",
+        "shutdown_weight_transfer_engine",
+        "supports_draft_weight_updates",
+        "update_weights",  # between the next ones
+    }
+    assert {"start_weight_update", "start_draft_weight_update", "finish_weight_update"} < methods
 
 
 def _beside(*media: tuple[str, int, int]) -> Any:

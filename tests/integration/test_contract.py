@@ -53,6 +53,7 @@ OWN = {
         "fail_loads",
         "fail_stores",
         "is_audited",
+        "on_new_weights",
         "report_failed_loads",
         "response_params",
         "restart",

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier._telemetry.explanation import DamagedLine, Explanation, read
+from kvtier._telemetry.explanation import Explanation
 from kvtier_bench.engine.compared import BLOCK_TOKENS
+from kvtier_tools.explain import DamagedLine, read
 from tests.integration.conftest import Ask
 from tests.integration.harness import PROMPT_CHUNKS, Engine, Launcher, chunk_files, prompt
 

@@ -20,9 +20,10 @@ from vllm.v1.kv_offload.base import ReqContext
 
 from kvtier._core.requests import Request
 from kvtier._telemetry import explanation
-from kvtier._telemetry.explanation import Explanation, read
+from kvtier._telemetry.explanation import Explanation
 from kvtier.adapters.vllm._telemetry.explain import Explainer
 from kvtier.keys import OffloadKey, pack_key
+from kvtier_tools.explain import read
 from tests.integration.test_bridge import AnyTier, World, dummy, files, prompt
 
 pytestmark = pytest.mark.releases

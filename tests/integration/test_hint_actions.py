@@ -19,11 +19,12 @@ from vllm.v1.kv_offload.base import ReqContext
 from kvtier._core.chunks import block_of
 from kvtier._core.claims import MOST_PER_SLOT, REMEMBERED_S
 from kvtier._core.limits import Limits
-from kvtier._telemetry import explanation
+from kvtier._telemetry.explanation import Explanation
 from kvtier.adapters.vllm._hints import LONGEST_S, MOST_BLOCKS, TYPES
 from kvtier.adapters.vllm._telemetry.explain import Explainer
 from kvtier.keys import OffloadKey, content_hash, pack_key
 from kvtier_testing import invariants
+from kvtier_tools.explain import read
 from tests.effort import effort
 from tests.integration.test_bridge import Clock, World, content, dummy
 from tests.unit.test_hints import action, envelope
@@ -173,7 +174,8 @@ def test_fetch_names_the_peer(make: Make, endpoint: str) -> None:
     fetch = action("kv.fetch", "1.0", source_control_endpoint=endpoint, block_hashes=blocks, mode="copy")
     context = it.begin("a", fetch)
     request = it.manager.requests["a"]
-    assert [request.addresses_for(key) for key in keys] == [(PEER,)] * 2 + [()] * 2
+    assert request.addresses == (PEER,)
+    assert [request.names(key) for key in keys] == [True] * 2 + [False] * 2
     assert it.end(context) == [("accepted", "ok")]
     elsewhere = {**fetch, "payload": {**fetch["payload"], "block_hashes": [999]}}
     assert it.turn("b", keys, elsewhere) == [("missing", "blocks")]
@@ -383,13 +385,13 @@ def test_session_of_the_engine_is_a_name(make: Make) -> None:
 def test_outcome_is_in_response_counter_and_line(
     make: Make, sent: dict[str, Any], outcome: tuple[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, logger=explanation.logger.name)
+    caplog.set_level(logging.INFO, logger="kvtier.explain")
     it = make(dummy(), explainer=Explainer(["dummy0"], rate=1.0, chance=lambda: 0.0))
     assert it.turn("a", prompt(1, 4), sent) == [outcome]
     assert it.core.shared.counts["hint_actions", sent["action_type"], *outcome] == 1
     assert sum(n for count, n in it.core.shared.counts.items() if count[0] == "hint_actions") == 1
-    (line,) = explanation.read(record.getMessage().encode() for record in caplog.records)
-    assert isinstance(line, explanation.Explanation)
+    (line,) = read(record.getMessage().encode() for record in caplog.records)
+    assert isinstance(line, Explanation)
     assert line.hints == [f"{sent['action_type']} {outcome[0]}: {outcome[1]}"]
 
 

@@ -7,16 +7,19 @@ with the worker. Here they are CPU tensors, regardless of the layout's platform.
 from __future__ import annotations
 
 import inspect
+import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import vllm
 from vllm.config import ModelConfig, ParallelConfig
 from vllm.config.aux_output import AuxOutputConfig
 from vllm.distributed.aux_output_connector import connector as aux_outputs
@@ -415,6 +418,16 @@ def test_ids_of_clients_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's connector fails in a step if a request has the id of one that has just ended."""
     monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
     with pytest.raises(ConfigError, match="VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is not supported"):
+        Cache(CASES["full attention"], 1)
+
+
+def test_snapshots_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that are restored from one snapshot map the same file in ``/dev/shm``."""
+    server, runtime = (Path(vllm.__file__).parent / "snapshot" / it for it in ("server.py", "runtime.py"))
+    assert '"vllm.snapshot.server"' in runtime.read_text(encoding="utf-8")
+    assert server.exists()
+    monkeypatch.setattr(sys, "argv", [str(server), "--ready-file", "ready"])
+    with pytest.raises(ConfigError, match="vllm snapshot is not supported"):
         Cache(CASES["full attention"], 1)
 
 

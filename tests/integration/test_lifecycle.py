@@ -186,7 +186,7 @@ def answers_of_trained(launcher: Launcher, trained: Path) -> list[list[int]]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("told_by", ["sleep", "a reset"])
+@pytest.mark.parametrize("told_by", ["sleep", "a reset", "a reset of the device"])
 def test_new_weights_need_new_chunks(
     launcher: Launcher,
     llama: Path,
@@ -200,9 +200,9 @@ def test_new_weights_need_new_chunks(
         engine.served(*PROMPTS)
         if told_by == "sleep":
             engine.sleep(weights=trained)
-        else:  # the operator's way if vLLM's own weight update does not notify connectors
+        else:
             engine.call("reload", weights=str(trained))
-            engine.reset()
+            engine.reset(connector=told_by == "a reset")
         after = engine.served(*PROMPTS)
         engine.reset(connector=False)
         again = engine.served(*PROMPTS)

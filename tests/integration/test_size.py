@@ -23,7 +23,7 @@ from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, UniformTypeKVCacheSpecs
 from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
-from kvtier_bench.size.model_shape import read_config, shape_of
+from kvtier_tools.size.model_shape import read_config, shape_of
 from tests.integration.test_models import (
     FALCON_H1_MODEL,
     GEMMA4_MODEL,

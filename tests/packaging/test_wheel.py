@@ -51,20 +51,26 @@ Run = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of wheels."""
+    if (given := os.environ.get("KVTIER_DIST")) is not None:
+        return Path(given)
+    made = tmp_path_factory.mktemp("dist")
+    pip = (sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", made)
+    subprocess.run([*pip, PROJECT, PROJECT / "plugins" / "kvtier-tools"], check=True)
+    return made
+
+
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> Path:
     """A wheel for this machine."""
-    dist = os.environ.get("KVTIER_DIST")
-    if dist is None:
-        dist = str(tmp_path_factory.mktemp("dist"))
-        pip = (sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", dist)
-        subprocess.run([*pip, PROJECT], check=True)
-    (found,) = Path(dist).glob(f"kvtier-*{platform.machine()}.whl")
+    (found,) = dist.glob(f"kvtier-*{platform.machine()}.whl")
     return found
 
 
 @pytest.fixture(scope="module")
-def run(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Runs a program of an environment with the wheel; the path has no other program."""
+def run(dist: Path, wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Runs a program of an environment with kvtier's wheel and its extra ``tools``; its path has no other."""
     home = tmp_path_factory.mktemp("venv")
     venv.create(home, with_pip=True)
     bare = {
@@ -80,7 +86,7 @@ def run(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
         assert done.returncode == status, done.stdout + done.stderr
         return done.stdout if status == 0 else done.stderr
 
-    run_one("python", "-m", "pip", "install", "-q", wheel)
+    run_one("python", "-m", "pip", "install", "-q", "--find-links", dist, f"{wheel}[tools]")
     return run_one
 
 

@@ -17,7 +17,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvtier._core.awaited import Wait
 from kvtier._core.chunks import Chunk
 from kvtier._core.limits import Limits
 from kvtier._core.messages import (
@@ -34,6 +33,7 @@ from kvtier._core.messages import (
     Touch,
     TransferHealth,
 )
+from kvtier._core.promotion.waits import Wait
 from kvtier._core.requests import Request, Terms
 from kvtier._core.slot_trailers import SlotTrailers
 from kvtier._core.states import BreakerState, ChunkState, Lookup, RequestState
@@ -265,7 +265,7 @@ class CoreMachine(RuleBasedStateMachine):
         slot_of = dict(zip(adopted, range(slots), strict=False))
         self.contents.update((slot, (key, self.epoch)) for key, slot in slot_of.items())
         if self.in_place:
-            self.core.adopt(Entries([slot for slot in slot_of.values() if slot % 3 == 0]), slot_of)
+            self.core.table.adopt(Entries([slot for slot in slot_of.values() if slot % 3 == 0]), slot_of)
         self.core.on_event(SlotsReady(range(slots)), self.now_s)
 
     def _watch_released(self) -> None:
@@ -732,7 +732,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def announces_what_is_there(self) -> None:
-        for change in self.core.take_kv_events():
+        for change in self.core.shared.kv_events.take_events():
             believed = self.announced if change.tier is None else self.believed[change.tier]
             if change.removed:
                 assert believed.issuperset(change.keys), "what was not announced is not taken back"

@@ -27,7 +27,7 @@ from kvtier.tiers.fs._maintenance.ages import (
 from kvtier.tiers.fs._quota import quota
 from kvtier.tiers.fs._quota.accounts import Accounts, FileSystem
 from kvtier.tiers.fs._quota.ledger import Ledger as OneProcessLedger
-from kvtier.tiers.fs._quota.ledger import _encode, _parse
+from kvtier.tiers.fs._quota.ledger import _encode, parse
 from kvtier.tiers.fs._quota.quota import Quota
 from tests.effort import effort
 
@@ -79,7 +79,7 @@ class Ledger(OneProcessLedger):
         machine = self._machine
         if machine.accounts is None:
             machine.accounts = Accounts(machine.root_bytes + machine.foreign_bytes)
-        accounts = _parse(_encode(machine.accounts))
+        accounts = parse(_encode(machine.accounts))
         assert accounts is not None
         yield accounts
         machine.interrupt()
@@ -324,7 +324,7 @@ def test_writers_respect_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @given(st.binary(max_size=300))
 def test_non_ledger_is_refused(text: bytes) -> None:
-    assert _parse(text) is None
+    assert parse(text) is None
 
 
 @given(
@@ -343,11 +343,11 @@ def test_non_ledger_is_refused(text: bytes) -> None:
 )
 def test_ledger_shows_damage(accounts: Accounts, where: int, value: int) -> None:
     text = _encode(accounts)
-    assert _parse(text) == accounts
+    assert parse(text) == accounts
     damaged = bytearray(text)
     end = text.index(b"\n")
     damaged[where % end] = value
-    assert _parse(bytes(damaged)) == (accounts if damaged == text else None)
+    assert parse(bytes(damaged)) == (accounts if damaged == text else None)
     assert len(text) % 4096 == 0
 
 

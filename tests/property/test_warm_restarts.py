@@ -51,7 +51,7 @@ class World:
         self.core = Tiering(LRU(), tiers, Limits(promotion_reserve=0.0, promotion_budget=1.0))
         entries = self.trailers.adopt()
         found = {sealed.key: slot for slot, trailer in entries if (sealed := read(trailer)) is not None}
-        self.core.adopt(self.trailers, found)
+        self.core.table.adopt(self.trailers, found)
         self.core.on_event(SlotsReady(range(SLOTS)), 0.0)
         self.stores: list[tuple[Reservation, int]] = []
         self.commands: list[tuple[Command, int]] = []

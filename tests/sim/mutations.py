@@ -97,7 +97,7 @@ MUTATIONS = (
     ),
     Mutation(
         "pin_is_kept_after_a_request",
-        "kvtier._core.promotion.holds:Holds.unhold",
+        "kvtier._core.promotion.holds:Holds._unpin",
         (("self._shared.table.unpin(chunks)", "pass"),),
     ),
     Mutation(
@@ -170,7 +170,7 @@ MUTATIONS = (
     ),
     Mutation(
         "deadline_ignored",
-        "kvtier._core.tiering:Tiering._expire_requests",
+        "kvtier._core.promotion.waits:Waits.expire",
         (("request.move(RequestEvent.OVERDUE)", "pass"),),
     ),
     Mutation(

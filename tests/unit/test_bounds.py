@@ -14,11 +14,12 @@ from pydantic import BaseModel
 
 from kvtier import TieringConfig
 from kvtier._settings import validation
-from kvtier._settings.quantities import MOST_BYTES, MOST_SECONDS, duration, size
+from kvtier._settings.quantities import MOST_BYTES, MOST_SECONDS, size
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.tiers import TierConfig
 from kvtier.tiers import _registry as registry
 from kvtier.tiers.fs._maintenance import ages
+from kvtier_tools.durations import duration
 
 ABSURD = [math.inf, -math.inf, math.nan, -1, -0.5, 1e300, 10**30, "99999999999TiB", "1e300", "Infinity"]
 

@@ -20,13 +20,13 @@ import typer.main
 from kvtier import TieringConfig, errors
 from kvtier import _plugins as plugins
 from kvtier import _reasons as reasons
-from kvtier._cli.main import app
+from kvtier._cli import app
 from kvtier._config import ENGINE_KEYS
 from kvtier._telemetry.catalogue import BYTES, COUNTERS, GAUGES
 from kvtier.errors import KVTierError
 from kvtier.tiers import _registry as registry
 from kvtier.tiers.fs import FsTier
-from kvtier_testing import settings_tables
+from kvtier_tools import settings_tables
 from tests.common import load_file
 
 ROOT = Path(__file__).parents[2]

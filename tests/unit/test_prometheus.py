@@ -20,8 +20,8 @@ from kvtier import (
     pack_key,
     prometheus_collector,
 )
-from kvtier._cli import top
 from kvtier._telemetry.catalogue import BYTES, COUNTERS, GAUGES
+from kvtier_tools import top
 from tests.common import PATIENCE_S
 
 KEYS = [pack_key(bytes([number]) * 32) for number in range(8)]

@@ -16,7 +16,6 @@ import torch
 from pydantic import SecretStr, field_validator
 
 from kvtier import Identity, KVCaches, PageRef, TieringConfig, open_manager, pack_key
-from kvtier._cli import doctor
 from kvtier._memory.region import Region
 from kvtier._settings.validation import hide
 from kvtier.errors import ConfigError, TierError
@@ -25,6 +24,7 @@ from kvtier.tiers import Batch, Knowledge, Outcome, Status
 from kvtier.tiers import _registry as registry
 from kvtier_bench.storage import tier as tier_bench
 from kvtier_testing.dummy import DummyConfig
+from kvtier_tools import doctor
 from tests.unit.tiers.world import Scripted
 
 SECRET = "correct-horse-battery"

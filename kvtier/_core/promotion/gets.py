@@ -59,15 +59,17 @@ class Gets:
 
     def land_verified(self, key: OffloadKey, request: Request) -> bool:
         """Make an adopted chunk READY if its bytes were verified in the background; return whether it is."""
-        shared = self._shared
-        tier = next(index for index, status in enumerate(shared.tiers) if status.in_place)
-        chunks = shared.table.take_verified(key, request.run, request.places)
-        for chunk in chunks:
-            chunk.origin = tier
-            shared.counts["fetched", shared.tiers[tier].name] += 1
-            shared.tiers[tier].writes.note_loaded([key])
-            shared.kv_events.stored([key], found=True)
-        return bool(chunks)
+        shared, table = self._shared, self._shared.table
+        if not table.is_verified(key):
+            return False
+        tier, status = next((index, it) for index, it in enumerate(shared.tiers) if it.in_place)
+        chunks = table.assign_slots([key], request.run, request.places, visible=True, in_place=True)
+        table.filled(chunks)
+        chunks[0].origin = tier
+        shared.counts["fetched", status.name] += 1
+        status.writes.note_loaded([key])
+        shared.kv_events.stored([key], found=True)
+        return True
 
     def end_get(
         self, event: GetEnded, now_s: float
@@ -81,11 +83,11 @@ class Gets:
         is_news = not transfer.is_poll or bool(event.reasons) or any(event.answers)
         is_news = is_news or any(key in self._shared.table.visible for key in transfer.keys)
         for request in waiters:
-            request.answers_stand = request.answers_stand and not is_news
+            if is_news:
+                request.note_change()
             if request.wait is not None:
                 missing = () if transfer.located else select(transfer.keys, event.answers, Answer.MISSING)
-                failed = bool(event.reasons)
-                request.wait.note_answer(transfer.keys, missing, now_s, failed=failed, is_news=is_news)
+                request.wait.note_answer(transfer.keys, missing, now_s, failed=bool(event.reasons))
         if any(request.record for request in waiters):
             self._record_missing(waiters, transfer, event)
         copied = self._complete(transfer, event.answers, loading(waiters))
@@ -100,6 +102,7 @@ class Gets:
         self.record(transfer.waiters, transfer.tier, transfer.keys, "timeout")
         for request in transfer.waiters:
             if request.wait is not None:
+                request.note_change()
                 request.wait.note_answer(transfer.keys, (), now_s, failed=True)
         return waiting(transfer)
 
@@ -192,7 +195,7 @@ class Gets:
 
 def _addresses(waiters: Waiters, first: OffloadKey) -> tuple[str, ...]:
     """Return the addresses that hints give for the first key, if all waiting clients give the same ones."""
-    said = {request.addresses_for(first) for request in waiters}
+    said = {request.addresses if request.names(first) else () for request in waiters}
     return said.pop() if len(said) == 1 else ()
 
 

@@ -77,14 +77,23 @@ class Holds:
         self._shared.table.pin(added)
         held.update(dict.fromkeys(hits, request.round))
 
+    def start_clock(self, request: Request, now_s: float) -> None:
+        """Start the time of a request, unless it has started."""
+        if request.deadline_s is None:
+            request.deadline_s = now_s + self._shared.limits.request_deadline_s
+
+    def stop_clock(self, request: Request) -> None:
+        """Note that a request waits for no tier now, unless it awaits chunks."""
+        if not request.awaits_any:
+            request.deadline_s = None
+
     def unhold(self, request: Request) -> None:
-        """Unpin what is held for a request."""
+        """Unpin what is held for a request that waits for nothing more."""
         self.pending.pop(request, None)
         self.awaiting.pop(request, None)
-        request.answers_stand = False
-        chunks, request.held = request.held, {}
-        self._shared.table.unpin(chunks)
-        self.free_budget(chunks)
+        request.deadline_s = None
+        request.note_change()
+        self._unpin(request)
 
     def unpin_unasked(self, request: Request) -> None:
         """Unpin what the request's last full scan did not ask for.
@@ -103,10 +112,13 @@ class Holds:
 
     def release(self, request: Request) -> None:
         """Unpin what is held for a request that awaits chunks."""
-        chunks, request.held = request.held, {}
         if request.wait is not None:
             wanted = set(request.wanted)
-            request.wait.leading += sum(chunk.key not in wanted for chunk in chunks)
+            request.wait.leading += sum(chunk.key not in wanted for chunk in request.held)
+        self._unpin(request)
+
+    def _unpin(self, request: Request) -> None:
+        chunks, request.held = request.held, {}
         self._shared.table.unpin(chunks)
         self.free_budget(chunks)
 
@@ -136,15 +148,11 @@ class Holds:
         self._shared.evict(count)
         for other in behind:
             left = {chunk: when for chunk, when in other.held.items() if chunk.state is _READY}
-            other.answers_stand = other.answers_stand and len(left) == len(other.held)
+            if len(left) < len(other.held):
+                other.note_change()
             other.held = left
             table.pin(left)
         self.free_budget(list(promoting))
-
-    def evict_to_reserve(self) -> None:
-        """Evict until slots are free for chunks that a get may find."""
-        if (short := self.free_reserve - self._shared.table.room) > 0:
-            self._shared.evict(short)
 
     @property
     def free_reserve(self) -> int:
@@ -160,10 +168,8 @@ class Holds:
 
     def reset(self) -> None:
         """Unpin everything. Requests wait on, and their deadlines go on."""
-        waiting = [request for request in self.pending if request.is_waiting]
-        awaiting = list(self.awaiting)
-        for request in [*self.pending, *awaiting]:
-            self.unhold(request)
+        for request in [*self.pending, *self.awaiting]:
+            self._unpin(request)
             request.located.clear()
-        self.pending.update(dict.fromkeys(waiting))
-        self.awaiting.update(dict.fromkeys(awaiting))
+            request.note_change()
+        self.pending = {request: None for request in self.pending if request.is_waiting}

@@ -48,19 +48,20 @@ class Promotions:
         Nothing is evicted for a key while the location of an earlier one is unknown, and nothing is promoted
         behind a key that no tier has.
         """
-        if request.wait is not None and request.wait.has_news:
-            self.waits.update(request, now_s)
-        elif request.answers_stand and (request.awaits_any or self._is_blocked(request)):
+        if request.answers_stand and (request.awaits_any or self._is_blocked(request)):
             return
+        if request.wait is not None and not request.answers_stand:
+            self.waits.update(request, now_s)
         expected, visible = self._gets.expected[request.tiers], self._shared.table.visible
         located, wait = request.located, request.wait if request.awaits_any else None
         known: list[OffloadKey] = []
         unknown: list[OffloadKey] = []
         unsure = unsure_before = False
-        request.answers_stand = not self._windowed
+        absent = request.absent
+        stand = not self._windowed and (not absent or absent.isdisjoint(request.wanted))
         for key in refresh_wanted(request, self._windowed):
             if key in visible:
-                request.answers_stand = False
+                stand = False
                 continue
             transfer = expected.get(key)
             if transfer is not None and not self._has_to_decide(request, transfer):
@@ -74,13 +75,15 @@ class Promotions:
             elif not unsure or self._is_windowed(key):
                 known.append(key)
             unsure = unsure or not (key in located or self._is_windowed(key))
+        request.answers_stand = stand
         if known:
             self._get_for(request, known, now_s)
         if unknown:
             slot_use = SlotUse.FREE if unsure_before else SlotUse.EVICT
-            front = [key for key in unknown if not self._is_windowed(key)]
+            front = [key for key in unknown if not self._is_windowed(key)] if self._windowed else unknown
             self._tiers.ask(front, {request: None}, now_s, 0, slot_use)
-            if not front or front[0] in expected:  # else the prefix ends sooner, or that is not decided yet
+            if self._windowed and (not front or front[0] in expected):
+                # Else the prefix ends sooner, or that is not decided yet.
                 windowed = [key for key in unknown if self._is_windowed(key)]
                 self._tiers.ask(windowed, {request: None}, now_s, 0, SlotUse.NONE)
         if wait is not None:
@@ -215,9 +218,7 @@ def _drop_located_later(keys: Keys, waiters: Waiters, tier: int) -> list[Offload
     """
     left = [key for key in keys if any(request.located.get(key, tier) <= tier for request in waiters)]
     for request in waiters if len(left) < len(keys) else ():
-        request.answers_stand = False
-        if request.wait is not None:
-            request.wait.has_news = True
+        request.note_change()
     return left
 
 

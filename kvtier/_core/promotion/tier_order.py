@@ -159,8 +159,7 @@ class TierOrder:
             return Decision.LOAD
         if may_wait and self._holds.first not in (None, *waiters) and gate.defer(now_s):
             for waiter in waiters:
-                if not waiter.awaits_any:
-                    waiter.deadline_s = None  # it does not wait for a tier
+                self._holds.stop_clock(waiter)
             return Decision.WAIT
         gate.count_computed(place, count)
         for waiter in waiters:

@@ -12,14 +12,10 @@ Waiters = Mapping[Request, None]
 
 
 def refresh_wanted(request: Request, windowed: frozenset[int]) -> Iterable[OffloadKey]:
-    """Return the wanted keys that may still be found: none that is nowhere, or behind such a key.
-
-    If there are fewer than before, the request's earlier answers no longer stand.
-    """
+    """Return the wanted keys that may still be found: none that is nowhere, or behind such a key."""
     wanted, absent = dict.fromkeys(request.wanted), request.absent
     if absent.isdisjoint(wanted):
         return wanted
-    request.answers_stand = False
     kept: list[OffloadKey] = []
     gaps: set[int] = set()  # groups that are looked up from the front and end there
     for key in wanted:

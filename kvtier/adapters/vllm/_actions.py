@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from math import inf
 
-from kvtier._core.awaited import Wait
 from kvtier._core.chunks import DEFAULT, LOW
 from kvtier._core.messages import MAX_ADDRESSES
+from kvtier._core.promotion.waits import Wait
 from kvtier._core.requests import Request, Terms
-from kvtier._core.tiering import PRIMARY, Tiering
+from kvtier._core.shared import PRIMARY
+from kvtier._core.tiering import Tiering
 from kvtier.adapters.vllm import _hints as hints
 from kvtier.adapters.vllm._hints import DEMOTE, FETCH, PIN, PREFETCH, RELEASE, RETAIN, Hint
 

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import partial
+from functools import partial, wraps
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import vllm
@@ -151,6 +152,11 @@ CAPS_HITS_BY_EXPERTS = REPORTS_RESET_FLUSH
 """Whether vLLM loads no more of a prompt than it has the routed experts of, if it returns them (0.33)."""
 
 
+CHANGES_WEIGHTS: Final = re.compile(
+    r"apply_model$|(?!(compute|init|shutdown|supports)_|update_weights$).*weight", re.I
+)
+"""Names of functions that can give workers new weights. ``update_weights`` comes between two that count."""
+
 _CROP_LONE_IMAGES: Final = frozenset(() if TRACKS_BLOCKS else ("DeepseekVLV2ForCausalLM", "H2OVLChatModel"))
 """Models that crop an image only if its request has few others. From 0.33 on, its hash says so."""
 
@@ -258,8 +264,8 @@ class EngineContext:
         connector: Any = self.connector
         if connector is None or self.vllm_config.lora_config is None:
             return
-        executor = next((it.model_executor for it, _, _ in _callers() if hasattr(it, "model_executor")), None)
-        if executor is not None:
+        if (core := _engine_core()) is not None:
+            executor = core.model_executor
             executor.add_lora = partial(self._note_and_add, executor.add_lora)
         connector.on_new_request = partial(self._note_and_begin, connector.on_new_request)
 
@@ -435,6 +441,24 @@ class EngineContext:
         return getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None) or 1
 
 
+def watch_weights(changes: Callable[[], None]) -> None:
+    """Call ``changes`` whenever workers are about to get new weights: vLLM tells its workers alone.
+
+    Call this while the engine makes its scheduler.
+    """
+    if (core := _engine_core()) is None:
+        return
+    call = core.collective_rpc
+
+    @wraps(call)  # vLLM converts arguments by the signature
+    def collective_rpc(method: object, *args: Any, **kwargs: Any) -> Any:
+        if CHANGES_WEIGHTS.match(str(getattr(method, "__name__", method))):
+            changes()
+        return call(method, *args, **kwargs)
+
+    core.collective_rpc = collective_rpc
+
+
 def _forget_and_free(cache: Any, free: Callable[[Request], Any], request: Request) -> Any:
     """Free the blocks of a request. If it still runs, it is being preempted."""
     if request.status is RequestStatus.RUNNING:
@@ -490,6 +514,16 @@ def outer_connector() -> KVTransferConfig | None:
         if isinstance(maker, KVConnectorBase_V1) and not isinstance(maker, OffloadingConnector):
             return config.kv_transfer_config if isinstance(config, VllmConfig) else KVTransferConfig()
     return None
+
+
+def is_for_snapshot() -> bool:
+    """Return whether ``vllm snapshot create`` runs this engine: its processes have the server's arguments."""
+    return Path("".join(sys.argv[:1])).parts[-3:] == ("vllm", "snapshot", "server.py")
+
+
+def _engine_core() -> Any:
+    """Return vLLM's engine core if it is making this connector, else None."""
+    return next((it for it, _, _ in _callers() if hasattr(it, "model_executor")), None)
 
 
 def _callers() -> Iterator[tuple[Any, ...]]:

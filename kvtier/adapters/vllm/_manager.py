@@ -164,7 +164,7 @@ class KVTierManager(OffloadingManager):
         self._stores: dict[OffloadKey, Reservation] = {}
         self._doubtful: set[Reservation] = set()  # stores in flight that may hold no KV
         self._flushing: list[_Flushing] = []
-        self._has_old_blocks = False  # the device may hold KV from before the last reset, until the next one
+        self._has_old_blocks = False  # the device may hold KV from before the last reset
         self._closed = False
 
     # --- requests --------------------------------------------------------------------------------
@@ -172,12 +172,12 @@ class KVTierManager(OffloadingManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         if req_context.req_id in self.requests:  # an earlier one of this name has not ended
             self.on_request_finished(req_context)
+        self._has_old_blocks = self._has_old_blocks and self._engine.has_blocks()
         tiers = allowed_tiers(req_context.load_tier_filter, self._published.locations)
         request = self.requests[req_context.req_id] = Request(req_context.req_id, tiers)
         params, session, self.session = req_context.kv_transfer_params, self.session, ""
         is_asked, hints = self._hints.read(req_context.req_id, params, req_context.kv_hints)
         needs_all = self.actions.execute(request, hints, session)
-        request.no_store = "neighbour" if self._engine.is_blind else None
         request.places = places_of(req_context)
         if is_asked or self._explainer.is_on:
             self._explainer.follow(req_context, request, hints, is_asked=is_asked)
@@ -235,8 +235,8 @@ class KVTierManager(OffloadingManager):
 
     def restart(self, req_id: str) -> None:
         """Note that a request gets new blocks, also if no chunk of it is looked up."""
-        if (request := self.requests.get(req_id)) is not None and request.no_store == "preempted":
-            request.no_store = None
+        if (request := self.requests.get(req_id)) is not None:
+            request.renew_blocks()
 
     # --- lookups and loads -----------------------------------------------------------------------
 
@@ -369,20 +369,13 @@ class KVTierManager(OffloadingManager):
         for req_id in context.new_req_ids:
             if (request := self.requests.get(req_id)) is not None:
                 self.core.scheduled(request)
-                if request.is_placed and not TRACKS_BLOCKS:  # a session: vLLM appends its blocks
-                    request.no_store = "session"
-                elif request.no_store == "preempted":
-                    request.no_store = None
-                request.is_placed = True
-        self._driver.on_events(
-            self._events
-        )  # first: transfers that ended while the engine was idle are not overdue
-        self._driver.settle()
+                request.place(appends=not TRACKS_BLOCKS)  # of a session
+        self._driver.end_round(self._events)
         if self._steps is not None:
             self._steps.start_step()
         if self._explainer.tracked:
             self._explainer.step_ended(context.new_req_ids)
-        if not REPORTS_RESET_FLUSH:
+        if self._flushing and not REPORTS_RESET_FLUSH:
             self._count_down()
         if self._workers.is_lost:
             self._stop_copying()
@@ -399,12 +392,7 @@ class KVTierManager(OffloadingManager):
         failed because blocks are in use. Its prefix cache then gives old blocks to later requests.
         """
         self._on_reset()
-        self._has_old_blocks = self._engine.has_blocks()
-        if self._has_old_blocks:
-            logger.warning(
-                "nothing is stored until the next reset: the device kept its blocks through the last one, "
-                "because some were in use; reset with reset_running_requests, or while idle"
-            )
+        self._note_old_blocks()
         if self._stores or self._loads:
             # vLLM tells workers with the next step which copies to wait for. From 0.33 on it says when
             # they are through; before, they are when the step after so many others is scheduled.
@@ -413,6 +401,11 @@ class KVTierManager(OffloadingManager):
         self._stores.clear()
         self._loads.clear()
         self._failed_loads.clear()
+        self._driver.reset()
+
+    def on_new_weights(self) -> None:
+        """Hide what is stored: workers get new weights. Copies in flight end as usual."""
+        self._note_old_blocks()
         self._driver.reset()
 
     def on_reset_flushed(self) -> None:
@@ -454,9 +447,18 @@ class KVTierManager(OffloadingManager):
 
     # --- inside ----------------------------------------------------------------------------------
 
+    def _note_old_blocks(self) -> None:
+        self._has_old_blocks = self._engine.has_blocks()
+        if self._has_old_blocks:
+            logger.warning(
+                "nothing is stored until the next reset: the device has blocks from before this one, or from "
+                "before new weights; reset with reset_running_requests, or while idle"
+            )
+
     def _store_refusal(self, req_id: str) -> str | None:
         """Return why a request stores nothing, in a word of ``reasons.STORE_REFUSED``; else None."""
         refusal = self.core.refusal or ("reset" if self._has_old_blocks else None)
+        refusal = refusal or ("neighbour" if self._engine.is_blind else None)
         if (request := self.requests.get(req_id)) is not None:
             refusal = refusal or request.no_store
         return refusal or self._engine.why_not_stored(req_id)

@@ -10,8 +10,7 @@ and tell a decode engine how long and where to wait for chunks.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -69,11 +68,16 @@ class KVTierConnector(OffloadingConnector):
         with providing_engine(self._engine):
             super().__init__(vllm_config, role, kv_cache_config)
         self._last_tables: dict[str, Sequence[Sequence[int]]] = {}  # requests that ended since the last step
+        self._unnoted_groups: list[int] = []  # vLLM does not offload them, and does not note their blocks
         self._manager: KVTierManager | None = None
         self._worker: KVTierWorker | None = None
         if self.connector_scheduler is not None:
             self._manager = _require(self.connector_scheduler.manager, KVTierManager)
-            self.scheduler._events_tracker = ChunkEvents(self.scheduler._events_tracker)
+            offloaded = [config.group_idx for config in self.connector_scheduler.config.kv_group_configs]
+            groups = range(len(kv_cache_config.kv_cache_groups))
+            self._unnoted_groups = [group for group in groups if group not in offloaded]
+            if (tracker := self.connector_scheduler._events_tracker).self_describing_enabled:
+                self.connector_scheduler._events_tracker = ChunkEvents(tracker)
         if self.connector_worker is not None:
             _require(self.connector_worker.spec, KVTierOffloadingSpec)
 
@@ -143,10 +147,9 @@ class KVTierConnector(OffloadingConnector):
         block if the model has one. The engine always computes the prompt's last token.
         """
         bound: int | None = super()._max_loadable_tokens(request, num_computed_tokens)
-        groups = self.scheduler.config.kv_group_configs
-        if len(groups) == len(self._kv_cache_config.kv_cache_groups):
+        if not self._unnoted_groups:
             return bound
-        block = math.lcm(*(group.tokens_per_block for group in groups))
+        block = math.lcm(*(group.tokens_per_block for group in self.scheduler.config.kv_group_configs))
         end = (request.num_tokens - 1) // block * block
         if self.scheduler._sliding_window_groups:  # vLLM's lookup takes one from the bound
             end += 1
@@ -158,8 +161,8 @@ class KVTierConnector(OffloadingConnector):
         """See vLLM: the scheduler's process. Before 0.33 it does not note the blocks of other connectors."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if not TRACKS_BLOCKS:
-            got = {block_id for group in blocks.get_block_ids() for block_id in group if block_id}
-            self.scheduler._current_batch_allocated_block_ids |= got
+            for group in blocks.get_block_ids():
+                self.scheduler._current_batch_allocated_block_ids.update(filter(None, group))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """See vLLM: called in the scheduler's process in each step. Stores of wrong blocks copy nothing.
@@ -167,23 +170,31 @@ class KVTierConnector(OffloadingConnector):
         All KV cache groups share a pool of blocks. vLLM does not note blocks of groups that it does not
         offload, so their new owners would not wait for a store that still reads them.
         """
-        noted = self.scheduler._current_batch_allocated_block_ids
-        for _, groups, _ in yield_req_data(scheduler_output):
-            noted.update(block_id for group in groups or () for block_id in group if block_id)
+        if self._unnoted_groups:
+            noted = self.scheduler._current_batch_allocated_block_ids
+            for _, groups, _ in yield_req_data(scheduler_output):
+                for group in self._unnoted_groups if groups else ():
+                    noted.update(filter(None, groups[group]))
         state = scheduler_output.kv_connector_block_state
-        handed_over = {} if state is None else self._storable(state.boundary_state_offloads)
-        if state is not None:
+        handed_over = {}
+        if state is not None and state.boundary_state_offloads:
+            handed_over = self._storable(state.boundary_state_offloads)
             state = replace(state, boundary_state_offloads=handed_over)
             scheduler_output = replace(scheduler_output, kv_connector_block_state=state)
         self._engine.note_step(scheduler_output)
-        with self._loads_aside(scheduler_output.preempted_req_ids or ()):
-            metadata = super().build_connector_meta(scheduler_output)
-        assert isinstance(metadata, OffloadingConnectorMetadata)
+        preempted = scheduler_output.preempted_req_ids
+        begun = self._begun_loads(preempted) if preempted else ()
+        for jobs, job_id in begun:  # hidden: before 0.33 vLLM asserts that all their jobs are stores
+            jobs.discard(job_id)
+        metadata: Any = super().build_connector_meta(scheduler_output)
+        for jobs, job_id in begun:
+            jobs.add(job_id)
         for job in metadata.store_jobs.values():
             if not self._names_right_blocks(job, {block for _, block, _ in handed_over.get(job.req_id, ())}):
                 nothing = [0] * len(job.src_spec.group_sizes)
                 job.src_spec = GPULoadStoreSpec([], group_sizes=nothing, block_indices=nothing)
-        self._last_tables.clear()
+        if self._last_tables:
+            self._last_tables.clear()
         return metadata
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -204,7 +215,8 @@ class KVTierConnector(OffloadingConnector):
             self._manager.fail_loads(connector_output.failed_recving)
         if self._manager is not None and connector_output.invalid_block_ids:
             self._manager.fail_stores()
-        super().update_connector_output(connector_output)
+        if connector_output.kv_connector_worker_meta is not None:  # else no copy has ended
+            super().update_connector_output(connector_output)
 
     def reset_cache(self) -> bool | None:
         """See vLLM: the scheduler's process. vLLM's own fails after a reset without a later step."""
@@ -214,26 +226,17 @@ class KVTierConnector(OffloadingConnector):
         scheduler._current_batch_jobs_to_flush |= flushed
         return done
 
-    @contextmanager
-    def _loads_aside(self, preempted: Collection[str]) -> Iterator[None]:
-        """Hide the loads that this step begins for preempted requests.
+    def _begun_loads(self, preempted: Collection[str]) -> list[tuple[set[int], int]]:
+        """Return the loads that this step begins for preempted requests, each with its request's jobs.
 
-        A reset preempts requests between two steps, so the next step can load them. Before 0.33 vLLM asserts
-        that all their jobs are stores.
+        A reset preempts requests between two steps, so the next step can load them.
         """
-        loads = self.scheduler._current_batch_load_jobs
-        begun = [
-            (self.scheduler._req_status[job.req_id].transfer_jobs, job_id)
-            for job_id, job in loads.items()
+        scheduler = self.scheduler
+        return [
+            (scheduler._req_status[job.req_id].transfer_jobs, job_id)
+            for job_id, job in scheduler._current_batch_load_jobs.items()
             if job.req_id in preempted
         ]
-        for jobs, job_id in begun:
-            jobs.discard(job_id)
-        try:
-            yield
-        finally:
-            for jobs, job_id in begun:
-                jobs.add(job_id)
 
     def _storable(self, states: Mapping[str, Sequence[_State]]) -> dict[str, list[_State]]:
         """Return the states that requests allow to be stored.
@@ -261,7 +264,7 @@ class KVTierConnector(OffloadingConnector):
             else:
                 cache = self._kv_cache_manager.get_blocks(job.req_id)
                 held = [block.block_id for block in cache.blocks[group][place:]]
-            if not may_hold(held, blocks):
+            if held[:size] != blocks and not may_hold(held, blocks):
                 return False
         return True
 

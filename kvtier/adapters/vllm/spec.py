@@ -20,9 +20,11 @@ from kvtier.adapters.vllm._compat import (
     SCHEDULE_ENDS_LAST,
     CacheHitSource,
     engine_context,
+    is_for_snapshot,
     limit_refusals,
     outer_connector,
     warn_if_untested,
+    watch_weights,
 )
 
 # isort: split
@@ -109,6 +111,11 @@ class KVTierOffloadingSpec(OffloadingSpec):
                 "external_launcher is supported for one process only: each process schedules for itself, and "
                 'learns of its own worker\'s copies alone. Set distributed_executor_backend to "mp"'
             )
+        if is_for_snapshot():
+            raise ConfigError(
+                "vllm snapshot is not supported: engines restored from one snapshot use the same memory, and "
+                "overwrite one another's chunks. Remove kvtier, or start engines without a snapshot"
+            )
         if self._engine.kv_cache_config.hisparse_host_num_blocks is not None:
             raise ConfigError(
                 "HiSparse is not supported: vLLM loads chunks some steps after it has asked for them. They "
@@ -187,10 +194,10 @@ class KVTierOffloadingSpec(OffloadingSpec):
         status_table = self._status_table(region)
         identity = self._identity(tiers, status_table)
         if self._settings.keep_host_memory_s:
-            core.adopt(region.trailers, adopted_slots(region.trailers, identity))
+            core.table.adopt(region.trailers, adopted_slots(region.trailers, identity))
         executor = start_executor(self._settings, tiers, identity, region, slot_checksums)
         _populate(region, executor.events, _numa_parts(self._shape, status_table))
-        return KVTierManager(
+        manager = KVTierManager(
             core,
             executor,
             self._published(core, executor, tiers, status_table),
@@ -218,6 +225,8 @@ class KVTierOffloadingSpec(OffloadingSpec):
                 _shut_down, executor, region, status_table, self._settings.drain_on_shutdown_s
             ),
         )
+        watch_weights(manager.on_new_weights)
+        return manager
 
     def _status_table(self, region: Region) -> StatusTable:
         """Return the reports of the workers, which vLLM makes first; ConfigError if one has other memory."""

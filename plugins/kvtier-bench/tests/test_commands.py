@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import json
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from kvtier.errors import KVTierError
 from kvtier.tiers import TierConfig
 from kvtier_bench import commands
 from kvtier_bench.machine import Machine
@@ -126,6 +128,20 @@ def test_device(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert all(it["busy_ms"] > 1000 * device.BUSY_STEP_S for it in rows)
     assert all(it["ratio"] > 0 for it in rows)
+
+
+def test_missing_tools_are_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith(("kvtier_tools", "kvtier_bench.replay"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "kvtier_tools", None)
+    with pytest.raises(KVTierError, match=r"needs kvtier-tools: pip install \./plugins/kvtier-tools"):
+        raise run("replay", "trace.jsonl").exception or AssertionError
+
+
+def test_only_replay_needs_tools() -> None:
+    sources = Path(commands.__file__).parent
+    users = {path.parent.name for path in sources.rglob("*.py") if "from kvtier_tools" in path.read_text()}
+    assert users == {"replay"}
 
 
 def test_missing_engine_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from kvtier._cli.main import app
+from kvtier._cli import app
 from kvtier.errors import KVTierError
 from kvtier.keys import OffloadKey
 from kvtier.policies import ARC, LHD, LRU, Auto, EvictionPolicy

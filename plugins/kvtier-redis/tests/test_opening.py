@@ -24,8 +24,8 @@ from kvtier.tiers import _registry as registry
 from kvtier_redis import RedisConfig, RedisTier
 from kvtier_redis._client import ClientFactory, PasswordError
 from kvtier_redis._reasons import REASONS
-from kvtier_testing.settings_tables import own_table
 from kvtier_testing.tiers import TierRig
+from kvtier_tools.settings_tables import own_table
 
 pytestmark = pytest.mark.anyio
 

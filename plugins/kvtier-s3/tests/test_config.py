@@ -19,7 +19,7 @@ from kvtier.tiers import _registry as registry
 from kvtier_s3 import S3Config
 from kvtier_s3._errors import REASONS, classify
 from kvtier_s3._store import make_store
-from kvtier_testing.settings_tables import own_table
+from kvtier_tools.settings_tables import own_table
 
 README = Path(__file__).parents[1].joinpath("README.md").read_text(encoding="utf-8")
 S3 = {"type": "s3", "bucket": "b"}

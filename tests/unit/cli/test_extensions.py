@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from kvtier._cli import main as cli
+from kvtier import _cli as cli
 from kvtier.errors import KVTierError
 from tests.unit.conftest import InstallDistribution
 
@@ -47,7 +49,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
 
 @pytest.fixture(autouse=True)
 def _installed(install_distribution: InstallDistribution) -> None:
-    names = {"acme": "group", "shout": "single", "empty": "nothing", "tiers": "single"}
+    names = {"acme": "group", "shout": "single", "empty": "nothing"}
     install_distribution("acme-commands", SOURCE, names, group="kvtier.commands")
 
 
@@ -60,8 +62,10 @@ def test_apps_and_functions_are_commands(run: Run) -> None:
     assert "Print a word." in listed
 
 
-def test_own_names_win(run: Run) -> None:
-    assert "Eviction policies" in run("tiers").output
+def test_name_claimed_twice_is_refused(run: Run, install_distribution: InstallDistribution) -> None:
+    install_distribution("acme-again", SOURCE, {"shout": "single"}, group="kvtier.commands")
+    with pytest.raises(KVTierError, match=r"acme-again .* and acme-commands .* claimed 2 times"):
+        raise run("shout", "loud").exception or AssertionError
 
 
 def test_broken_command_is_named(run: Run, install_distribution: InstallDistribution) -> None:
@@ -83,14 +87,48 @@ def test_command_imports_no_other(run: Run, install_distribution: InstallDistrib
     assert "acme_other" not in sys.modules
 
 
+@pytest.fixture
+def _nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier._cli.plugins.installed", lambda group: [])
+
+
 @pytest.mark.parametrize(
-    "arguments", [["bench"], ["bench", "core", "--json", "x"], ["demo", "--help"], ["simulate", "x"]]
+    ("arguments", "distribution"),
+    [
+        (["bench"], "kvtier-bench"),
+        (["bench", "core", "--json", "x"], "kvtier-bench"),
+        (["demo", "--help"], "kvtier-bench"),
+        (["new-tier", "x"], "kvtier-testing"),
+        (["doctor", "--tier", "{}"], "kvtier-tools"),
+        (["ls"], "kvtier-tools"),
+    ],
 )
+@pytest.mark.usefixtures("_nothing_installed")
 def test_missing_command_names_package(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    distribution: str,
 ) -> None:
-    monkeypatch.setattr("kvtier._cli.extensions.plugins.installed", lambda group: [])
     monkeypatch.setattr(sys, "argv", ["kvtier", *arguments])
     with pytest.raises(SystemExit, match="2"):
         cli.main()
-    assert "not installed: pip install ./plugins/kvtier-bench in a checkout" in capsys.readouterr().err
+    (said,) = capsys.readouterr().err.splitlines()
+    assert f"not installed: pip install ./plugins/{distribution} in a checkout" in said
+
+
+@pytest.mark.usefixtures("_nothing_installed")
+def test_help_lists_missing_commands(run: Run) -> None:
+    rows = [line.split() for line in run("--help").output.splitlines()]
+    assert {name for names in cli.COMMANDS.values() for name in names} <= {
+        row[1] for row in rows if "./plugins/kvtier-" in " ".join(row)
+    }
+
+
+def test_listed_commands_are_those_of_distributions() -> None:
+    declared = {}
+    for file in (Path(__file__).parents[3] / "plugins").glob("*/pyproject.toml"):
+        points = tomllib.loads(file.read_text())["project"].get("entry-points", {})
+        if names := points.get("kvtier.commands"):
+            declared[file.parent.name] = tuple(sorted(names))
+    assert declared == cli.COMMANDS

@@ -58,7 +58,7 @@ def make(*tiers: str, budget: float = 1.0) -> Tiering:
     """Return a core of eight slots, four of them with adopted chunks."""
     statuses = [TierStatus("adopted", in_place=True), *map(TierStatus, tiers)]
     core = Tiering(LRU(), statuses, Limits(promotion_reserve=0.0, promotion_budget=budget))
-    core.adopt(Voided(), SLOTS)
+    core.table.adopt(Voided(), SLOTS)
     core.on_event(SlotsReady(range(8)), 0.0)
     return core
 
@@ -196,7 +196,7 @@ def test_probe_spares_adopted_chunks() -> None:
     statuses = [TierStatus("adopted", in_place=True), TierStatus("files")]
     limits = Limits(promotion_reserve=0.0, promotion_budget=0.25, load_gate="latency")
     core = Tiering(LRU(), statuses, limits, windowed_groups=frozenset({1}))
-    core.adopt(Voided(), {windows[0]: 0, OLD[0]: 1, others[0]: 2, others[1]: 3})
+    core.table.adopt(Voided(), {windows[0]: 0, OLD[0]: 1, others[0]: 2, others[1]: 3})
     core.on_event(SlotsReady(range(8)), 0.0)
     core.note_computed(0, 10, 0.01)
     core.shared.gate.get_ended(1, 1, 9.0, 0.0)

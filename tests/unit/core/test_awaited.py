@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvtier._core.awaited import (
+from kvtier._core.messages import Get, GetEnded, TierDown
+from kvtier._core.promotion.waits import (
     FEW_KEYS,
     FIRST_PAUSE_S,
     LAST_S,
     LONGEST_PAUSE_S,
     MOST_KEYS,
+    MOST_POLLS,
     PAUSE_SHARE,
     Wait,
 )
-from kvtier._core.messages import Get, GetEnded, TierDown
-from kvtier._core.promotion.waits import MOST_POLLS
 from kvtier._core.requests import Request
 from kvtier._core.states import Lookup
 from kvtier._core.tiering import Tiering

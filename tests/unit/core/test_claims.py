@@ -107,6 +107,20 @@ def test_promotion_waits_for_room() -> None:
     assert set(core.claims.pinned) == set(PROMPT)
 
 
+def test_promotion_behind_a_request_needs_no_steps() -> None:
+    """A paused engine does not ask for the request again; it ends its pause when nothing needs a step."""
+    core = evicted_core()
+    announce(core)
+    client = Request("client")
+    step(core, client, keys("elsewhere", 2), FROM_S - 1)
+    assert due(core) == []
+    assert not core.claims.is_promoting
+    core.close(client)
+    assert core.claims.is_promoting
+    run(core)
+    assert set(core.claims.pinned) == set(PROMPT)
+
+
 def test_slots_bound_claims() -> None:
     core = world.make(16, 0, pin_budget=0.25)
     world.store(core, PROMPT[:4])

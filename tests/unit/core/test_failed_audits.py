@@ -70,14 +70,14 @@ def test_only_failed_tiers_chunks_drop() -> None:
     store(core, OTHERS)
     promote(core, request, KEYS[:2], tier=1)
     promote(core, Request(), KEYS[2:], tier=0)
-    core.take_kv_events()
+    core.shared.kv_events.take_events()
     core.disable_after_audit(1, "somewhere")
     invariants.check(core)
 
     assert outcome(core, request, KEYS[:2]) == [MISS] * 2
     assert ask_all(core, Request(), [*OTHERS, *KEYS[2:]]) == [HIT] * 4
     assert core.refusal is None
-    changes = [change for change in core.take_kv_events() if change.removed]
+    changes = [change for change in core.shared.kv_events.take_events() if change.removed]
     assert [set(change.keys) for change in changes if change.tier is None] == [set(KEYS[:2])]
     assert {key for change in changes if change.tier == 1 for key in change.keys} >= {*OTHERS, *KEYS[:2]}
 

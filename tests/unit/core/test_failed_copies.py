@@ -49,7 +49,7 @@ def test_unfilled_chunks_stay_hidden(unfilled: list[int]) -> None:
     invariants.check(core)
     puts = [command for command in core.take_commands() if isinstance(command, Put)]
     assert [key for put in puts for key in put.keys] == whole
-    assert [key for event in core.take_kv_events() for key in event.keys] == whole
+    assert [key for event in core.shared.kv_events.take_events() for key in event.keys] == whole
     assert len(core.table.free) == 8 - len(whole)
     counts = core.take_counts()
     assert counts["dropped", "store", "incomplete"] == len(unfilled)

@@ -271,12 +271,12 @@ def test_chunks_leave_after_end_and_put() -> None:
     core.close(request)
     core.settle(0.0)
     assert there(core, A) == A, "the put has not ended"
-    core.take_kv_events()
+    core.shared.kv_events.take_events()
     world.put_ends(core, put, [True, True, True, False])
     core.settle(0.0)
     assert there(core, A) == A[3:], "no tier has taken that"
     assert core.take_counts()["released",] == 3
-    assert [event.keys for event in core.take_kv_events() if event.removed] == [tuple(A[:3])]
+    assert [event.keys for event in core.shared.kv_events.take_events() if event.removed] == [tuple(A[:3])]
     for chunks in (B, C, keys("d", 4), keys("e", 4)):
         store(core, chunks)
     assert there(core, A + B) == B, "and it is evicted first"

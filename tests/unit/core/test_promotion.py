@@ -460,3 +460,17 @@ def step_over(core: Tiering, request: Request, prompt: Sequence[OffloadKey]) -> 
         core.lookup(key, request)
     core.settle(0.0)
     return fetches(core)
+
+
+def test_expired_request_holds_nothing_after_its_round() -> None:
+    core, request, stored = make(), Request(), keys("s")
+    store(core, stored)
+    (fetch,) = step(core, request, keys("m"))
+    core.settle(5.0)
+    assert request.state is RequestState.EXPIRED
+    assert ask(core, request, stored) == [HIT]
+    answer(core, fetch, [MISSING], 5.1)  # a get may evict when it ends, so it pins the round's hits
+    assert request.held
+    core.settle(5.2)
+    assert not request.held
+    assert not core.holds.pending

@@ -142,7 +142,7 @@ def test_excess_removals_withdraw_tier() -> None:
     queue.most_removed = 2
     store(core, prompt)
     under_way = puts(core, keys("b", 2))
-    core.take_kv_events()
+    core.shared.kv_events.take_events()
     for key in keys("c", 100):
         queue.append(Removed(0, [key]))
     assert len(queue) == 3
@@ -150,7 +150,7 @@ def test_excess_removals_withdraw_tier() -> None:
         core.on_event(queue.popleft(), 0.0)
     for put in under_way:
         put_ends(core, put)
-    assert core.take_kv_events() == [
+    assert core.shared.kv_events.take_events() == [
         KVEvent(tuple(prompt), 0, removed=True),
         KVEvent(tuple(keys("b", 2)), 1, removed=False),
     ]
@@ -168,13 +168,13 @@ def test_events_of_flapping_tiers_do_not_pile_up() -> None:
         queue.append(TierDown(0, "gone"))
         queue.append(TierUp(0, epoch))
     assert len(queue) == 6, "an end of each put; of tiers the newest state, after the last time down"
-    core.take_kv_events()
+    core.shared.kv_events.take_events()
     while queue:
         core.on_event(queue.popleft(), 0.0)
     first, second = core.shared.tiers
     assert (first.down, first.epoch, second.down) == (None, 99, "gone")
     assert core.take_counts()["process_ended", "exited"] == 100
-    assert core.take_kv_events() == [
+    assert core.shared.kv_events.take_events() == [
         KVEvent(tuple(prompt), 0, removed=False),
         KVEvent(tuple(prompt), 0, removed=True),
     ]
@@ -184,12 +184,12 @@ def test_fetch_announces_found_and_lost() -> None:
     core, prompt = make(), keys("a", 3)
     (command,) = step(core, Request(), prompt)
     (again,) = answer(core, command, [COPIED, LOCATED, MISSING])  # for the located chunk
-    assert core.take_kv_events() == [
+    assert core.shared.kv_events.take_events() == [
         KVEvent((prompt[0],), None, removed=False, found=True),
         KVEvent(tuple(prompt[:2]), 0, removed=False, found=True),
     ]
     answer(core, again, [MISSING])
-    assert KVEvent((prompt[1],), 0, removed=True) in core.take_kv_events()
+    assert KVEvent((prompt[1],), 0, removed=True) in core.shared.kv_events.take_events()
 
 
 def test_no_listener_no_announcement() -> None:

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvtier._cli.explain import explain
 from kvtier._telemetry import explanation
-from kvtier._telemetry.explanation import DamagedLine, Explanation, read
+from kvtier._telemetry.explanation import Explanation
+from kvtier_tools.explain import DamagedLine, explain, read
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 TOKENS = st.integers(0, 2**40)

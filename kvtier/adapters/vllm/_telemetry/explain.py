@@ -13,7 +13,7 @@ from typing import Any
 from vllm.v1.kv_offload.base import ReqContext
 
 from kvtier._core.requests import LookupRecord, Request
-from kvtier._core.tiering import PRIMARY
+from kvtier._core.shared import PRIMARY
 from kvtier._core.tiers.backoff import RandomSource
 from kvtier._telemetry import explanation
 from kvtier._telemetry.explanation import Explanation

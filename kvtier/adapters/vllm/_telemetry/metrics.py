@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.base import (
 from kvtier._core.shared import Count
 from kvtier._core.tiering import Tiering
 from kvtier._execution.executor import TierActivity
-from kvtier._execution.gauges import Gauges, read_gauges
+from kvtier._execution.gauges import Gauge, GaugeReader
 from kvtier._log import GuardedLogger
 from kvtier._memory.worker_status import StatusField, StatusTable
 from kvtier._reasons import BY_CHOICE
@@ -82,45 +82,45 @@ class Published:
         info: Mapping[str, str] | None = None,
     ) -> None:
         self._core = core
-        self._activity = activity
         self.workers = workers or StatusTable(memoryview(b""), 0, 0)
         self.locations = locations
         self.names = [status.name for status in core.shared.tiers]
         self.info = dict(info or {})
         self.stream = EventStream(self.names, locations, self_describing=self_describing)
         self._chunk_bytes = chunk_bytes
-        self._gauges: Gauges = {}  # as last published
-        self._worker_gauges: Gauges = {}
+        self._gauges = GaugeReader(core, activity, chunk_bytes)
+        self._readings: list[float | None] = [None] * len(self._gauges.gauges)  # as last published
+        self._other_gauges: dict[Gauge, float] = {}  # to publish
         self._worker_counts: dict[Count, int] = {}  # since the start
-        self._capabilities: dict[tuple[str, tuple[str, ...]], float | None] = {}
         self._not_put: Counter[tuple[str, str]] = Counter()  # chunks, by tier and reason
 
     def tell_capabilities(self, actions: Sequence[tuple[str, str]]) -> None:
         """Publish which actions of clients are executed, by type and version."""
         self.info["kv_hints"] = ",".join(map("/".join, actions))
-        self._capabilities = {("kvtier_hint_capability", action): 1.0 for action in actions}
+        self._other_gauges.update({("kvtier_hint_capability", action): 1.0 for action in actions})
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Return and clear the announcements since the last call."""
-        return self.stream.events(self._core.take_kv_events())
+        events = self._core.shared.kv_events
+        return self.stream.events(events.take_events()) if events.enabled else ()
 
     def take_stats(self) -> OffloadingConnectorStats | None:
         """Return and clear the counts since the last call, and changed gauges; None if there are none."""
-        counts = {**self._take_counts(), **self.take_worker_counts()}
-        gauges = {**read_gauges(self._core, self._activity, self._chunk_bytes), **self._worker_gauges}
-        gauges |= self._capabilities
-        last = self._gauges
-        if not counts and gauges == last:
+        counts = self._take_counts() | self.take_worker_counts()
+        last, self._readings = self._readings, self._gauges.read()
+        if not (counts or self._readings != last or self._other_gauges):
             return None
-        self._gauges = gauges
         stats = OffloadingConnectorStats()
         for (what, *labels), value in counts.items():
             stats.increase_counter(COUNTERS[what].name, value, tuple(labels))
             if what in BYTES:
                 stats.increase_counter(BYTES[what].name, value * self._chunk_bytes, tuple(labels))
-        for gauge, reading in gauges.items():
-            if reading is not None and reading != last.get(gauge):
+        for gauge, reading, before in zip(self._gauges.gauges, self._readings, last, strict=True):
+            if reading is not None and reading != before:
                 stats.set_gauge(gauge[0], reading, gauge[1])
+        for (name, values), reading in self._other_gauges.items():
+            stats.set_gauge(name, reading, values)
+        self._other_gauges.clear()
         return stats
 
     def warn_of_chunks_not_put(self) -> None:
@@ -138,19 +138,14 @@ class Published:
         return counts
 
     def take_worker_counts(self) -> dict[Count, float]:
-        """Return and clear the workers' counts since the last call, and update their gauges."""
+        """Return and clear the workers' counts since the last call, and publish their gauges next."""
         if not self.workers.notice_change():
             return {}
         rows = self.workers.rows
-        self._worker_gauges = {
-            key: value
-            for rank, row in enumerate(rows)
-            for key, value in {
-                ("kvtier_pinned_bytes", (str(rank),)): row[StatusField.PINNED_BYTES],
-                ("kvtier_pinning_failed", (str(rank),)): row[StatusField.PINNING_FAILED],
-                ("kvtier_device_up", (str(rank),)): 1 - row[StatusField.LOST],
-            }.items()
-        }
+        for rank, row in enumerate(rows):
+            self._other_gauges["kvtier_pinned_bytes", (str(rank),)] = row[StatusField.PINNED_BYTES]
+            self._other_gauges["kvtier_pinning_failed", (str(rank),)] = row[StatusField.PINNING_FAILED]
+            self._other_gauges["kvtier_device_up", (str(rank),)] = 1 - row[StatusField.LOST]
         totals = {count: sum(row[word] for row in rows) for word, count in _COUNTED.items()}
         before, self._worker_counts = self._worker_counts, totals
         new = {count: total - before.get(count, 0) for count, total in totals.items()}

@@ -18,29 +18,13 @@ from kvtier.tiers._base import ignore
 from kvtier.tiers.fs import _layout as layout
 from kvtier.tiers.fs._files.chunk_files import tree_remove
 from kvtier.tiers.fs._files.native_call import Failures, StopFlag, count_failure
-from kvtier.tiers.fs._locks import removed_lock, wait_for_lock
+from kvtier.tiers.fs._locks import removed_lock
 from kvtier.tiers.fs._maintenance.ages import BUCKETS, CLASSES
 from kvtier.tiers.fs._maintenance.scan import ALL_BYTES, ChunkScan, Freed, remove_if_empty
 from kvtier.tiers.fs._root import Namespace, Root
 
 MAX_FILES: Final = 128  # entries of any kind in the quarantine of one namespace
 _QUARANTINED: Final = re.compile(r".+\.[a-z]+\.([0-9]{1,20})-[0-9]{1,10}")
-
-
-def remove_cache(root: Root, name: str) -> bool:
-    """Remove a cache unless a process uses it. Return whether it is gone.
-
-    OSError if a file cannot be removed, TierError if the root cannot be read or has no such cache.
-    """
-    namespace, stop = root.namespace(name), StopFlag()
-    sweeper = Sweeper(root, stop)
-    with wait_for_lock(root.fd, f"{name}/epoch.lock", create=True):  # so that no engine joins meanwhile
-        if not {False}.issuperset((*namespace.users(), *namespace.writers().values())):
-            return False  # the cache is in use, or its use is unknown
-        for found in namespace.data_dirs:
-            sweeper.remove_chunks(found.name)
-        tree_remove(root.fd, name, stop)
-    return True
 
 
 class Pruned(NamedTuple):

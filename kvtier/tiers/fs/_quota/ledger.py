@@ -29,7 +29,7 @@ import crc32c
 import msgspec
 
 from kvtier._log import GuardedLogger
-from kvtier.tiers.fs._layout import CAREFULLY, WRITER, create_file, make_folder, names_in, read_small
+from kvtier.tiers.fs._layout import CAREFULLY, WRITER, create_file, make_folder, names_in
 from kvtier.tiers.fs._locks import (
     close_lock,
     is_current,
@@ -44,8 +44,8 @@ from kvtier.tiers.fs._quota.accounts import MAX_STORED, Accounts, FileSystem
 FOLDER: Final = ".kvtier"
 EVICTING: Final = f"{FOLDER}/evict.lock"
 COUNTING: Final = f"{FOLDER}/count.lock"
-_LEDGER: Final = f"{FOLDER}/ledger"
-NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})  # errors after which files can still be removed
+LEDGER: Final = f"{FOLDER}/ledger"
+NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})  # files can still be removed
 _PAGE_BYTES: Final = 4096
 _MIN_FREE_INODES: Final = 64
 _MAX_BYTES: Final = 1 << 20
@@ -117,9 +117,9 @@ class SharedLedger(Ledger):
     def change(self) -> Iterator[Accounts]:
         fd = self._open()
         try:
-            lock_with_timeout(fd, _LEDGER, _PATIENCE_S)
+            lock_with_timeout(fd, LEDGER, _PATIENCE_S)
             before = os.pread(fd, min(os.fstat(fd).st_size, _MAX_BYTES), 0)
-            accounts = _parse(before) or self._new_accounts()
+            accounts = parse(before) or self._new_accounts()
             if self.writer not in accounts.leases:
                 self._register_again()
             yield accounts
@@ -138,10 +138,10 @@ class SharedLedger(Ledger):
     def _open(self) -> int:
         flags = os.O_RDWR | CAREFULLY
         try:
-            return create_file(self._root_fd, _LEDGER, flags)
+            return create_file(self._root_fd, LEDGER, flags)
         except FileNotFoundError:  # the directory was removed
             make_folder(self._root_fd, FOLDER)
-            return create_file(self._root_fd, _LEDGER, flags)
+            return create_file(self._root_fd, LEDGER, flags)
 
     def _join(self, accounts: Accounts) -> None:
         self.expire_dead_leases(accounts)
@@ -198,17 +198,6 @@ def elected(root_fd: int, path: str) -> Iterator[int | None]:
         os.close(fd)
 
 
-def read(root_fd: int) -> Accounts | None:
-    """Return a root's accounts for display, without a lock. None if there are none.
-
-    A read during a write, or of another file, returns None too.
-    """
-    try:
-        return _parse(read_small(root_fd, _LEDGER))
-    except OSError:
-        return None
-
-
 def writers(root_fd: int) -> set[str]:
     """Return the writers, alive or dead, that have a lock file. OSError if they are unknown."""
     locks = (name for name in names_in(root_fd, FOLDER, follow=True) if name.endswith(".lock"))
@@ -232,7 +221,7 @@ def _encode(accounts: Accounts) -> bytes:
     return text.ljust(-(-len(text) // _PAGE_BYTES) * _PAGE_BYTES)
 
 
-def _parse(text: bytes) -> Accounts | None:
+def parse(text: bytes) -> Accounts | None:
     """Return the accounts that ``_encode`` encoded; None for any other text."""
     head, _, _ = text.partition(b"\n")
     checksum, _, body = head.partition(b" ")
@@ -247,4 +236,4 @@ def _parse(text: bytes) -> Accounts | None:
 
 def _write(fd: int, text: bytes) -> None:
     if os.pwrite(fd, text, 0) != len(text):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), _LEDGER)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), LEDGER)

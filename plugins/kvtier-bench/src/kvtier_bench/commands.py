@@ -9,7 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtier._cli.report import JsonFlag
+from kvtier._cli import JsonFlag
+from kvtier._plugins import install_command
+from kvtier.errors import KVTierError
 from kvtier_bench import figures
 from kvtier_bench.engine import compared as engines
 
@@ -332,6 +334,9 @@ def _lazy(module: str) -> Any:
     try:
         return importlib.import_module(f"kvtier_bench.{module}")
     except ModuleNotFoundError as error:
+        if str(error.name).startswith("kvtier_tools"):
+            remedy = install_command("kvtier-tools")
+            raise KVTierError(f"this command needs kvtier-tools: {remedy}") from error
         if error.name is None or error.name.startswith("kvtier"):
             raise
         typer.echo(f"kvtier: this command needs {error.name}, which is not installed", err=True)

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from kvtier import _plugins as plugins
-from kvtier._cli.report import JsonFlag
+from kvtier._cli import JsonFlag
 from kvtier.errors import ConfigError
 from kvtier.tiers import _registry as registry
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import anyio
 import pytest
 
-from kvtier._cli.root.verify import verify
 from kvtier.tiers import Status
 from kvtier.tiers.fs._files.chunk_files import tree_bytes
 from kvtier.tiers.fs._files.native_call import StopFlag
-from kvtier.tiers.fs._quota import ledger
+from kvtier_tools.root.contents import read_ledger
+from kvtier_tools.root.verify import verify
 from tests.effort import effort
 
 pytestmark = pytest.mark.timeout(400)  # a busy machine needs seconds for each kill
@@ -147,7 +147,7 @@ async def test_killed_writers_leave_soundness(world, tmp_path):
     root_fd = os.open(world.root, os.O_RDONLY)
 
     def is_right():
-        accounts, used = ledger.read(root_fd), tree_bytes(root_fd, ".", StopFlag())
+        accounts, used = read_ledger(root_fd), tree_bytes(root_fd, ".", StopFlag())
         return accounts is not None and accounts.used == used == tier.statistics().used_bytes
 
     try:

@@ -20,6 +20,7 @@ from kvtier.tiers.fs._maintenance import maintenance
 from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._quota.accounts import Accounts, FileSystem
 from kvtier.tiers.fs._quota.quota import Quota
+from kvtier_tools.root.contents import read_ledger
 from tests.unit.tiers.fs.conftest import AT_FDCWD
 
 pytestmark = pytest.mark.timeout(60)
@@ -30,7 +31,7 @@ def accounts_of(world):
     """The root's ledger, which must be readable."""
     root_fd = os.open(world.root, os.O_RDONLY)
     try:
-        accounts = ledger.read(root_fd)
+        accounts = read_ledger(root_fd)
     finally:
         os.close(root_fd)
     assert accounts is not None

@@ -18,6 +18,7 @@ from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._quota.accounts import FileSystem
 from kvtier.tiers.fs._quota.ledger import Ledger, stat_file_system
 from kvtier.tiers.fs._quota.quota import Quota
+from kvtier_tools.root.contents import read_ledger
 
 pytestmark = pytest.mark.timeout(60)
 OK, REFUSED = Status.OK, Status.REFUSED
@@ -249,7 +250,7 @@ def test_vanishing_folder_fails_once(tmp_path, monkeypatch):
         return make_writer_lock(*args)
 
     def stored_leases():
-        accounts = ledger.read(root_fd)
+        accounts = read_ledger(root_fd)
         assert accounts is not None
         return accounts.leases
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from kvtier._cli.top import Snapshot, parse
+from kvtier_tools.top import Snapshot, parse
 
 COMPUTED, DEVICE, PRIMARY, TIERS = "computed", "device", "cpu", "tiers"
 _BY_SOURCE: Final = "vllm:prompt_tokens_by_source_total"

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvtier._cli.doctor import read_settings
 from kvtier.errors import KVTierError
 from kvtier_bench.engine.compared import (
     BLOCK_TOKENS,
@@ -26,6 +25,7 @@ from kvtier_bench.replay.records import Record
 from kvtier_bench.replay.send import replay, too_long
 from kvtier_bench.replay.workload import Scale, TraceRequest, Workload
 from kvtier_bench.simulate.trace import TimedLine, read_lines
+from kvtier_tools.doctor import read_settings
 
 __all__ = ["Scale", "run"]
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
 
-from kvtier._core.awaited import Wait
 from kvtier._core.chunks import block_of
 from kvtier._core.messages import SlotsReady
+from kvtier._core.promotion.waits import Wait
 from kvtier._core.requests import Request, Terms
 from kvtier._core.states import Lookup
 from kvtier._core.tiers.load_gate import ComputeSpeed

@@ -292,7 +292,7 @@ class CheckedTiering(EfficiencyCheckedTiering):
 
     def _follow_announcements(self) -> None:
         """Apply announcements. For the primary tier they must equal the loadable chunks."""
-        for change in self.take_kv_events():
+        for change in self.shared.kv_events.take_events():
             announced = self._announced_in_primary if change.tier is None else self.announced[change.tier]
             if change.removed:
                 announced.difference_update(change.keys)

@@ -284,7 +284,7 @@ class Engine:
             memory.view(chance.randrange(memory.slots))[chance.randrange(CHUNK_BYTES)] ^= 1
         found = adopted_slots(memory.trailers, world.identity)
         world.seen["chunks left by a process"] += len(found)
-        core.adopt(memory.trailers, found)
+        core.table.adopt(memory.trailers, found)
         return NamedTier("adopted", partial(SimAdoptedTier, memory, chance))
 
     @property
