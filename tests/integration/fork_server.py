@@ -31,8 +31,8 @@ def main() -> None:
     """Fork a child for each request until the other end hangs up."""
     die_with_parent()
     Engine().load({})
-    gc.freeze()  # vLLM collects garbage four times in each engine's life: two seconds, of the imports alone
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the children are reaped by the kernel
+    gc.freeze()  # vLLM collects garbage four times per engine; the imports alone cost two seconds
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
     requests = socket.socket(fileno=os.dup(0))
     requests.sendall(b"ready\n")
     while True:

@@ -1,6 +1,6 @@
-"""The installed engine is what the adapter takes it to be: its hooks, their parameters, and its records.
+"""The installed engine has the hooks, parameters and records that the adapter expects.
 
-That imports resolve is shown by importing the adapter, that attributes are there by the engine tests.
+Importing the adapter shows that imports resolve; the engine tests show that attributes exist.
 """
 
 from __future__ import annotations
@@ -145,12 +145,12 @@ def _fields(record: Any) -> Set[str]:
 
 
 def test_connector_takes_named_arguments() -> None:
-    """They are looked for in its callers' frames."""
+    """The adapter looks for them in its callers' frames."""
     assert {"vllm_config", "kv_cache_config"} <= {*_parameters(OffloadingConnector.__init__)}
 
 
 def test_wrong_settings_end_an_engine_before_it_loads_the_model() -> None:
-    """vLLM asks this of a connector while it makes the configuration of an engine with CUDA graphs."""
+    """vLLM asks a connector for this while it builds the configuration of an engine with CUDA graphs."""
     assert "connector_cls.requires_piecewise_for_cudagraph(" in inspect.getsource(VllmConfig)
     ask = KVTierConnector.requires_piecewise_for_cudagraph
     assert not ask({"spec_name": "KVTierOffloadingSpec", "cpu_bytes_to_use": "1GiB"})

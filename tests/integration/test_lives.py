@@ -1,4 +1,4 @@
-"""Random lives that load much, with fixed seeds: EAGLE over sliding windows. See ``tests.differential``."""
+"""Random lives with many loads and fixed seeds: EAGLE over sliding windows. See ``tests.differential``."""
 
 from __future__ import annotations
 

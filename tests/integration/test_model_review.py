@@ -1,4 +1,4 @@
-"""Models whose caches releases of vLLM share have the reviewed code: what computes a chunk is the same."""
+"""Models whose caches vLLM releases share have the reviewed code: the same code computes a chunk."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def file_of(root: Path, module: str) -> Path | None:
 
 
 def imported(module: str, tree: ast.Module, *, is_package: bool) -> Iterator[str]:
-    """Yield the names that may be modules of models."""
+    """Yield the names of possible model modules."""
     package = module.split(".") if is_package else module.split(".")[:-1]
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
@@ -48,7 +48,7 @@ def imported(module: str, tree: ast.Module, *, is_package: bool) -> Iterator[str
 
 @functools.cache
 def read(root: Path, module: str) -> tuple[bytes, frozenset[str]]:
-    """Return the code of a module and the modules of models that it imports."""
+    """Return the code of a module and the model modules that it imports."""
     path = file_of(root, module)
     assert path is not None, module
     tree = ast.parse(path.read_bytes())
@@ -58,7 +58,7 @@ def read(root: Path, module: str) -> tuple[bytes, frozenset[str]]:
 
 
 def digest_of(root: Path, module: str) -> str:
-    """Return a digest of a module, and of all modules of models that it needs."""
+    """Return a digest of a module and of all model modules that it needs."""
     needed, left = set[str](), {module}
     while left:
         needed |= left

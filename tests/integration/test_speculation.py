@@ -1,4 +1,4 @@
-"""Speculative decoding, with hybrid models too: the same tokens as without kvtier, after a restart too."""
+"""Speculative decoding, with hybrid models too: the same tokens as without kvtier, also after a restart."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _call(launcher: Launcher, function: str, **arguments: Any) -> None:
         maker.call(function, module="tests.integration.drafters", **arguments)
 
 
-# A chunk is one block if a draft model drafts for a hybrid one: on the CPU vLLM's numbers then depend on
+# With a hybrid model and a draft model a chunk is one block: on the CPU vLLM's numbers then depend on
 # the end of a hit, which must match the engine's own cache. (Without any cache, too, vLLM gives other
 # tokens with that draft model than without it.)
 @pytest.mark.parametrize(
