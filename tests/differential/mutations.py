@@ -1,4 +1,4 @@
-"""Bugs to be planted where kvtier meets the engine: ``python -m tests.differential --bugs NAME``."""
+"""Bugs to plant where kvtier meets the engine: ``python -m tests.differential --bugs NAME``."""
 
 from __future__ import annotations
 

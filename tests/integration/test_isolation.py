@@ -51,8 +51,8 @@ def test_dead_process_costs_misses(
             assert time.monotonic() - begun_s < MUCH_LATER_S
             assert answers == reference(*PROMPTS, *OTHERS)
             engine.until(
-                lambda metrics, reason=reason: metrics.value("kvtier_tier_process_ended", reason=reason) == 1,
-                # type: ignore[misc] f"the end of a process that is {reason}",
+                lambda metrics, reason=reason: metrics.value("kvtier_tier_process_ended", reason=reason) == 1,  # type: ignore[misc]
+                f"the end of a process that is {reason}",
             )
             engine.until(
                 lambda _, tiers=tiers: engine.tiers_process not in (None, tiers),  # type: ignore[misc]
