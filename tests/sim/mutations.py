@@ -382,7 +382,7 @@ FLEET_MUTATIONS = (
 
 @contextmanager
 def planted(mutation: Mutation) -> Iterator[None]:
-    """Have the bug in kvtier for a while, wherever the function was imported to."""
+    """Plant the bug in kvtier for a while, in every module that imported the function."""
     function = _find(mutation.where)
     sound = function.__code__
     function.__code__ = _mutated(mutation, function)
