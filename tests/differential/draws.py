@@ -12,7 +12,8 @@ from tests.differential.models import DRAFTS, KINDS, Model
 from tests.differential.plan import Plan
 
 LIVES_OF_A_CASE, LIVES_OF_A_MODEL = 4, 24
-"""Seeds in a row that share an engine or a model, which take longer to make than a life to run."""
+"""Number of consecutive seeds that share an engine or a model, which take longer to make than a life to
+run."""
 
 _MOST_REQUESTS = 1000  # of a life
 _MOST_DRAWS = 20

@@ -32,7 +32,7 @@ POLICY_FAULTS = (
 
 _RECENT = 200
 _put: deque[tuple[bytes, OffloadKey, bytes, bytes]] = deque(maxlen=_RECENT)
-"""Identity, key, bytes and trailer of the chunks that tiers were given last."""
+"""Identity, key, bytes and trailer of the chunks that tiers received last."""
 
 
 class Panic(BaseException):

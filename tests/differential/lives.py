@@ -12,7 +12,7 @@ BESIDE_A_TRANSPORT = ("beside", "behind", "blind")
 """Places in a MultiConnector: KVTierConnector before or after a transport, OffloadingConnector after it."""
 
 Piece = tuple[int, int]
-"""Tokens of a prompt: the seed that they are drawn from, and how many."""
+"""Tokens of a prompt: their seed and their number."""
 
 
 @dataclass(frozen=True)

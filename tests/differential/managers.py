@@ -77,7 +77,7 @@ class Variant(NamedTuple):
 
 
 LAYOUTS = (((3072, 960), 1), ((960, 3072), 1), ((1536, 480), 2), ((4032,), 1), ((3072, 960), 3))
-"""Of the chunks of all but the last, the lengths are equal."""
+"""All layouts but the last have chunks of equal length."""
 
 
 class Tensors(Device):

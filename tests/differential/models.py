@@ -28,7 +28,7 @@ _SMALL = {
     "head_dim": 32,
     "initializer_range": 0.2,
 }
-"""An eighth of the time of the models of other tests for a prompt, half of it for a token."""
+"""Needs an eighth of the time of other tests' models for a prompt, half of it for a token."""
 
 
 @dataclass(frozen=True)

@@ -177,4 +177,4 @@ OF_MANAGERS = (
         ),
     ),
 )
-"""Bugs where a program, a tier or a policy meets kvtier, for ``tests.differential.managers``."""
+"""Bugs at the interfaces to programs, tiers and policies, for ``tests.differential.managers``."""

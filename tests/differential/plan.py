@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from tests.differential.lives import Ask, Case, Life, Piece, Round
 
 ENOUGH = 8
-"""Chunks. A life that should load this many loads at least one."""
+"""In chunks. A life that must load this many loads at least one."""
 
 Key = int
 Text = list[int]

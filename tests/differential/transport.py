@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, Sup
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 STEPS = 3
-"""For which a receipt goes on; it writes in the last of them."""
+"""Number of steps that a receipt takes; it writes in the last of them."""
 
 Pages = list[torch.Tensor]
 

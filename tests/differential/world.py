@@ -20,7 +20,7 @@ from tests.integration.harness import TWO_RANKS, Engine, Launcher, Tokens, mispl
 from tests.integration.router import Router
 
 TOLERANCE = 2e-3
-"""Between logprobs of equal tokens, computed in steps of other sizes in float32."""
+"""Tolerance between logprobs of equal tokens, computed in float32 in steps of other sizes."""
 
 DRIVER = "tests.differential.driver"
 _FORGET = {"module": "kvtier_bench.engine.process", "function": "forget"}

@@ -23,7 +23,7 @@ SOURCES = {
     "libcuda.so.1": ("driver.c",),
     "libnvidia-ml.so.1": ("nvml.c",),
 }
-"""Each library and its sources, in the order in which they are loaded."""
+"""Each library and its sources, in load order."""
 
 _DRIVER = re.compile(
     r"\bcu(?:Mem|Ctx|Device|Func|Module|Launch|Tensor|Multicast|Stream|Event|Occup)[A-Z]?[A-Za-z0-9_]+"

@@ -22,7 +22,7 @@ import traceback
 from kvtier_bench.engine.process import Engine, die_with_parent, serve
 
 STACKS = signal.SIGUSR2
-"""Has a child write its threads' stacks to its log."""
+"""Makes a child write its threads' stacks to its log."""
 
 _MAX_REQUEST_BYTES = 1 << 16
 

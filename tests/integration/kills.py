@@ -41,7 +41,7 @@ LINES: Mapping[str, int] = {
     "promotion": 7000,
     "reset": 4000,
 }
-"""About how many lines of kvtier's code run in each moment of a short life."""
+"""Approximate number of lines of kvtier's code that run in each moment of a short life."""
 
 ENGINE, TIERS, WORKER, GUARD, ALL = "engine", "tier process", "worker", "guard", "all"
 KILLED = "the test kills: "

@@ -15,10 +15,10 @@ from tests.integration.harness import PATIENCE_S, Engine, Tokens
 zmq = pytest.importorskip("zmq")
 
 Place = tuple[Any, ...]
-"""A medium, whose it is, and a KV cache group other than the first."""
+"""A medium, its owner, and a KV cache group other than the first."""
 
 Piece = tuple[bytes | None, tuple[int, ...], tuple[Any, ...]]
-"""What an index knows a block by: the hash of its parent, its tokens and its extra keys."""
+"""An index identifies a block by its parent's hash, its tokens and its extra keys."""
 
 
 class Router:

@@ -14,7 +14,7 @@ from tests.common import load_file
 from tests.integration.harness import PROJECT, redis_servers
 
 MEMBERS = 4
-"""Engines that read each other's memory at most."""
+"""Maximum number of engines that read each other's memory."""
 
 
 @dataclass(frozen=True)

@@ -778,7 +778,7 @@ MODELSCOPE_API_TOKEN NCCL_LAUNCH_MODE PYTORCH_ROCM_ARCH RUNAI_STREAMER_S3_ENDPOI
 AITER_BF16_FP8_MOE_BOUND CUBLASLT_WORKSPACE_SIZE INKLING_GFX950_GLUON INKLING_SPLIT_KV LAMPORT_RS_SCONV
 USE_FLAGOS
 """
-"""Variables of builds, places and transfers, then of the choice of kernels, which round differently."""
+"""Variables of builds, places and transfers; then those that select kernels, which round differently."""
 
 
 def test_variables_of_models_are_reviewed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ SINCE = {
     "OffloadingSpec.config_info_keys": (0, 33),
     "OffloadingWorker.submit_load.expedited": (0, 33),
 }
-"""Hooks and parameters that the adapter defines for later releases, by the first one."""
+"""Hooks and parameters that the adapter defines for later releases, with the first release that has them."""
 
 NOT_DEFINED = {
     "OffloadingManager.lock": "the manager is entered by one thread",
@@ -91,7 +91,7 @@ UNUSED = {
     "OffloadingParallelConfig.data_parallel_rank_local": "replicas have the same bytes",
     "OffloadingParallelConfig.data_parallel_size": "replicas have the same bytes",
 }
-"""Fields, of one release or another, that the adapter leaves out on purpose."""
+"""Fields of some releases that the adapter omits on purpose."""
 
 
 def test_adapter_modules_import() -> None:

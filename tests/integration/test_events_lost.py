@@ -31,7 +31,7 @@ zmq = pytest.importorskip("zmq")
 
 TRAILER_BYTES = 128
 PLENTY, FEW = 100_000, 2
-"""Batches that the publisher keeps for replays."""
+"""Number of batches that the publisher keeps for replays."""
 
 Place = tuple[str, str | None]
 Belief = defaultdict[Place, set[bytes]]

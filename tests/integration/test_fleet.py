@@ -26,7 +26,7 @@ WAIT_S = 60.0
 CPU = ("CPU", None)
 WAITS = {"kvtier": {"wait_s": WAIT_S}}
 STEM, OWN, TAIL = 25 * BLOCK_TOKENS, 6 * BLOCK_TOKENS, 8
-"""Tokens that the prompts of a family share, that each has for itself, and that fill no chunk."""
+"""Tokens that a family's prompts share, tokens of each prompt alone, and tokens that fill no chunk."""
 
 
 def family(number: int) -> list[Tokens]:
@@ -36,7 +36,7 @@ def family(number: int) -> list[Tokens]:
 
 FAMILIES = [family(number) for number in range(3)]
 ONCE = len(FAMILIES) * (STEM + len(FAMILIES[0]) * (OWN + TAIL))
-"""Tokens of all families, each computed once."""
+"""Tokens of all families if each is computed once."""
 
 
 @contextmanager

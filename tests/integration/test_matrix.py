@@ -40,7 +40,7 @@ SHOWN_S = 20.0
 FILL_S = 60.0
 MOST = 0.7
 RECOVERY_S = 40.0
-"""Twice as long as the longest pause of a breaker, which grows from cell to cell."""
+"""Twice the longest pause of a breaker, which grows from cell to cell."""
 
 MIDST_S = 0.03
 KEPT = [prompt(seed) for seed in range(12)]

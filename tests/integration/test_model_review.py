@@ -22,7 +22,8 @@ from kvtier.adapters.vllm._excluded_settings import SAME_BACKENDS, SAME_MODELS
 pytestmark = pytest.mark.releases
 
 REVIEWED = Path(__file__).with_name("reviewed_models.json")
-"""For each architecture the digests of its code. Several differ in nothing that changes its KV: read them."""
+"""The digests of each architecture's code. Some versions differ only in code that leaves the KV alone: read
+them."""
 
 PLACES = ("vllm.model_executor.models.", "vllm.models.")
 NOT_MODELS = {"adapters", "config", "interfaces", "interfaces_base", "module_mapping", "registry"}
@@ -94,7 +95,7 @@ REVIEWED_WRITERS = {
     "vllm.v1.attention.backends.mla.triton_mla": {"e3b0c44298fc1c14"},
     "vllm.v1.attention.backends.triton_attn": {"faf921ad7f36402f", "95c87e0f23784cf5"},
 }
-"""For modules of attention backends the digests of their methods that write to pages."""
+"""The digests of attention backends' methods that write to pages, by module."""
 
 
 def writers_digest(root: Path, module: str) -> str:

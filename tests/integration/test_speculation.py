@@ -16,7 +16,7 @@ from tests.integration.test_models import GEMMA_MODEL, LLAMA_MODEL, run_all
 NGRAM = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 Drafter = Callable[[Launcher, Path], dict[str, Any]]
-"""Makes what drafts for the model in a directory, and returns how vLLM is told."""
+"""Makes the model's drafter in a directory, and returns vLLM's arguments for it."""
 
 
 def ngram(launcher: Launcher, target: Path) -> dict[str, Any]:

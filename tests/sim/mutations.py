@@ -377,7 +377,7 @@ FLEET_MUTATIONS = (
         (("if self._pins[chunk.row] > 0:", "if False:"),),
     ),
 )
-"""Bugs of kvtier-nixl, which runs of several engines find."""
+"""Bugs of kvtier-nixl that runs of several engines find."""
 
 
 @contextmanager

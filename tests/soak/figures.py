@@ -21,7 +21,7 @@ from statistics import quantiles
 from tests.common import children, is_alive
 
 FEWEST_SAMPLES = 9
-"""Three in each third; with fewer nothing is judged."""
+"""Three in each third; with fewer samples there is no verdict."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ TELEMETRY = {
     for file in ROOT.glob(module)
     for name in re.findall(r'"(kvtier\.\w+)[".]', file.read_text())
 }
-"""Names of loggers, spans and attributes, which look like modules."""
+"""Names of loggers, spans and attributes that look like modules."""
 
 _FENCE = re.compile(
     r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<text>.*?)^(?P=indent)``` *$", re.MULTILINE | re.DOTALL

@@ -63,7 +63,7 @@ CALLS: dict[str, Call] = {
     "report_computed": _report,
     "statistics": _statistics,
 }
-"""Every public call; each is right on the manager's own loop."""
+"""Every public call; each is valid on the manager's own loop."""
 
 
 def elsewhere(work: Callable[[], object]) -> BaseException | None:

@@ -49,10 +49,10 @@ _NATIVE = (
     ),
     "_chunk_cat",
 )
-"""Operations, by how their names begin, that launch no kernel, or that inference does not use."""
+"""Operations, by prefix, that launch no kernel, or that inference does not use."""
 
 _LATE = ("fill_", "zero_")
-"""Operations whose results other streams see late. So are copies on the device and writes of the KV cache."""
+"""Operations whose results other streams see late. Copies on the device and KV cache writes are late, too."""
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:

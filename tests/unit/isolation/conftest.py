@@ -30,7 +30,7 @@ PATIENCE_S = 60.0
 CLOSE_S = 9.0  # one third is reserved for the exit of a killed process
 
 SWIFT = SupervisorTimes(heartbeat_s=0.1, silent_timeout_s=60.0, first_pause_s=0.05, longest_pause_s=0.2)
-"""Restarts come soon; nothing is taken for silent, however busy the machine is."""
+"""Restarts come soon; no process counts as silent, however busy the machine is."""
 STRICT = SupervisorTimes(heartbeat_s=0.1, silent_timeout_s=5.0, first_pause_s=0.05, longest_pause_s=0.2)
 """For deliberately silent tiers: a busy machine must not make other tiers look silent."""
 
@@ -153,7 +153,7 @@ def make_tier(type_: str, **settings: object) -> SecondaryTier[Any]:
 
 
 MUCH = {"min_free_bytes": 0, "max_bytes": 2**50, "deadline_s": PATIENCE_S}
-"""For a file tier that is slow at worst. Without a bound a full disk has no room before the first count."""
+"""For a file tier that may be slow. Without a bound a full disk has no room before the first count."""
 
 
 def files(root: Path) -> SecondaryTier[Any]:
