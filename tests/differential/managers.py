@@ -116,7 +116,7 @@ class Cache:
         weights: the number of the weights for the next manager to open. A reset gives its own manager new
             weights, and later openers of its files other ones.
         offered: the stored keys, by weights.
-        probe: the weights with which the probe must be in the files.
+        probe: the weights whose probe must be in the files.
         lock: held while a manager opens or resets: one that opens meanwhile could get either weights.
     """
 

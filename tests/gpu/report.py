@@ -170,7 +170,7 @@ def outcome(it: dict[str, Any]) -> str:
 
 
 def _copies(result: dict[str, Any]) -> list[str]:
-    """Return the tables of copies by page size, and of the compute throughput lost beside them."""
+    """Return the tables of copies by page size, and of the compute throughput lost meanwhile."""
     rows, losses = (
         [],
         {(it["page_kib"], it["way"], it["work"]): it["percent"] for it in result["ComputeLoss"]},

@@ -73,7 +73,7 @@ class Files(Backend):
         "vanish": {"enotconn"},
         "fill up": {"enospc", "min_free", "max_bytes", "full"},
     }
-    # Slots of the library's control file: the device, a delay in microseconds, whether calls hang, an errno,
+    # Words of the library's control file: the device, a delay in microseconds, whether calls hang, an errno,
     # whether reads return damaged bytes.
     _WORDS: ClassVar[Mapping[str, Mapping[int, int]]] = {
         "slow": {1: 10_000},

@@ -388,7 +388,7 @@ def test_failed_puts_counted_by_cause(first_run: FirstRun) -> None:
 
 def test_prometheus_shows_hanging_tier(first_run: FirstRun) -> None:
     shown = [panel for panel, expression in panels().items() if _has_samples(first_run.metrics, expression)]
-    assert len(shown) >= 15  # the others show gets and failures, of which there were none
+    assert len(shown) >= 15  # the others show gets and failures; there were none
     may_be_seen = {"KvtierTierFull", "KvtierTierTakesNothing", "KvtierPutsDropped"}
     assert UNHEALTHY in first_run.alerts
     assert {(name, state) for name, _, state in first_run.alerts - {UNHEALTHY}} <= {
@@ -458,9 +458,7 @@ def _has_told_the_restart(metrics: Metrics) -> bool:
     last.
     """
     value = metrics.value
-    hits = (
-        PROMPT_CHUNKS * BLOCK_TOKENS if vllm_release() >= (0, 32) else 0
-    )  # the router asks it where the hits are from
+    hits = PROMPT_CHUNKS * BLOCK_TOKENS if vllm_release() >= (0, 32) else 0  # it asks where the hits are from
     return (
         metrics.loaded() == {"fs": PROMPT_CHUNKS}
         and value("vllm:prompt_tokens_cached_by_source", source="disk") == hits

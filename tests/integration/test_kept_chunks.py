@@ -59,9 +59,7 @@ def test_kept_chunks_stay_in_memory(launcher: Launcher, llama: Path, reference: 
     with launcher.start(llama, settings, num_gpu_blocks_override=24, max_model_len=640) as engine:
         begun = time.monotonic()
         engine.generate(*OTHERS)
-        away_s = 4 + 8 * (
-            time.monotonic() - begun
-        )  # the others finish long before half of the time to live has passed
+        away_s = 4 + 8 * (time.monotonic() - begun)  # the others finish long before half of it has passed
         engine.generate(SESSION, **_hints(next_use_s=away_s))
         engine.generate(*OTHERS)
         engine.until(

@@ -284,10 +284,10 @@ def test_bounds_within_parts_of_blocks(launcher: Launcher, tmp_path: Path) -> No
 
 @pytest.mark.full
 def test_latent_attention(launcher: Launcher, tmp_path: Path) -> None:
-    # vLLM's kernels for latent attention on the CPU disagree: a prompt alone and its last token alone, over
-    # the same blocks, give other tokens (and vLLM itself reuses no blocks). So the test compares a prompt of
-    # whole blocks with itself plus the next token. After the load of its blocks, the same kernel computes the
-    # only remaining step, as in the first engine.
+    # vLLM's kernels for latent attention on the CPU disagree: computing a whole prompt, or only its last
+    # token over the same blocks, gives different tokens (vLLM itself reuses no blocks). So the test sends a
+    # prompt of whole blocks, and then the same prompt with the first token of its answer. After the load of
+    # the blocks only the first engine's next step remains, and the same kernel computes it.
     prompts = [prompt(seed, LATENT_BLOCK_TOKENS * blocks) for seed, blocks in enumerate((3, 6, 20, 48))]
     directory = launcher.make_model(tmp_path / "model", *MLA_MODEL)
     settings = _settings(tmp_path)

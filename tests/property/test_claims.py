@@ -38,7 +38,7 @@ class Named:
 
 
 class Reference:
-    """What claims mean."""
+    """The meaning of claims."""
 
     def __init__(self, budget: int, at_once: int) -> None:
         self.budget, self.at_once = budget, at_once

@@ -42,8 +42,7 @@ def disk(tmp_path: Path, kind: str) -> Iterator[Disk]:
 
 
 async def put_until_it_fails(world, tier: FsTier, numbers: list[int], kept: set[int]) -> Counter[str]:
-    """Put chunks, a few at a time; record in ``kept`` those of successful puts. Return the others'
-    reasons."""
+    """Put chunks, a few at a time; record the stored ones in ``kept``. Return the reasons of failures."""
     reasons: Counter[str] = Counter()
     while numbers and not reasons:
         some, numbers[:] = numbers[:4], numbers[4:]
