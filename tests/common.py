@@ -1,4 +1,4 @@
-"""Tools of all tests: import a loose file, wait for a state without an event, look at processes."""
+"""Tools of all tests: import a loose file, wait for a state without an event, inspect processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PATIENCE_S = 60.0
 
 
 def load_file(name: str, path: Path) -> Any:
-    """Import a file that is in no package, under this name."""
+    """Import a file that belongs to no package, under this name."""
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -27,7 +27,7 @@ def load_file(name: str, path: Path) -> Any:
 
 
 def named_tier(name: str, tier: AnyTier) -> NamedTier:
-    """Return a named tier whose one object is opened again and again."""
+    """Return a named tier that opens the same object again and again."""
     return NamedTier(name, lambda: tier)
 
 
@@ -49,7 +49,7 @@ def children(pid: int) -> list[int]:
     found: list[int] = []
     with suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
-            with suppress(OSError):  # a thread that has ended meanwhile
+            with suppress(OSError):  # the thread has ended meanwhile
                 found += map(int, (task / "children").read_text().split())
     return found
 
@@ -65,7 +65,7 @@ def is_alive(pid: int) -> bool:
 
 @contextmanager
 def failing_log_handler(fails: Callable[[], object] = lambda: True) -> Iterator[list[str]]:
-    """Give kvtier's logger a handler that raises, as on a full disk; yields the lines that it was given."""
+    """Give kvtier's logger a handler that raises, as on a full disk; yield the lines that it received."""
 
     class Failing(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

@@ -22,7 +22,7 @@ settings.load_profile("kvtier")
 
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
-    """Coroutine tests run on asyncio."""
+    """Run coroutine tests on asyncio."""
     return "asyncio"
 
 

@@ -1,4 +1,4 @@
-"""How much long tests do: enough for each commit, or all that ``nox -s full`` asks for."""
+"""The effort of long tests: enough for each commit, or everything for ``nox -s full``."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ FULL = os.environ.get("KVTIER_TESTS") == "full"
 
 
 def effort(quick: int, full: int) -> int:
-    """Return how many examples, steps or rounds a long test does in this run."""
+    """Return how many examples, steps or rounds a long test runs this time."""
     return full if FULL else quick

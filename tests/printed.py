@@ -57,7 +57,7 @@ assert sys.argv[1:] == ["-s", "demo"], sys.argv
 
 
 def commands_of(page: Path) -> list[str]:
-    """Return what each shell block of a page makes a shell do; of a ``console`` only what follows ``$``."""
+    """Return the commands of each shell block of a page: in a ``console`` block, the lines after ``$``."""
     blocks = _BLOCK.findall(page.read_text(encoding="utf-8"))
     return [
         text if kind == "bash" else "\n".join(re.findall(r"^\$ (.*)$", text, re.MULTILINE))

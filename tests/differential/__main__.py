@@ -26,16 +26,16 @@ from tests.integration.harness import Launcher
 
 
 class Search:
-    """Runs lives until time is over.
+    """Runs lives until the time is up.
 
     Args:
-        bug: one of ``tests.differential.mutations`` to be planted, or none.
+        bug: one of ``tests.differential.mutations`` to plant; "" for none.
 
     Attributes:
-        ends: how many lives ended how.
-        found: reductions of those that failed.
-        lives: how many lives had each feature.
-        loaded: how many chunks were loaded in them.
+        ends: number of lives by outcome.
+        found: reductions of the failed lives.
+        lives: number of lives with each feature.
+        loaded: number of chunks that the lives loaded.
     """
 
     def __init__(self, launcher: Launcher, folder: Path, options: argparse.Namespace, bug: str = "") -> None:
@@ -44,11 +44,11 @@ class Search:
         self.lives: Counter[str] = Counter()
         self.loaded: Counter[str] = Counter()
         self._launcher, self._folder, self._options, self._bug = launcher, folder, options, bug
-        self._lives: list[Life] = []  # of the engine that runs
+        self._lives: list[Life] = []  # of the running engine
         self._until_s = time.monotonic() + options.minutes * 60
 
     def run(self) -> None:
-        """Run lives from the first seed on."""
+        """Run lives, starting with the first seed."""
         seeds = self._options.seeds or itertools.count(self._options.seed)
         for _, group in itertools.groupby(seeds, lambda seed: seed // LIVES_OF_A_MODEL):
             lives = ((seed, self._life(seed)) for seed in group)
@@ -106,7 +106,7 @@ class Search:
             self._report(stage, seed, life, failure)
 
     def _failure(self, stage: Stage, life: Life) -> tuple[Failure | None, Life]:
-        """Return a failure and its life: all lives of the engine if it shows after them alone."""
+        """Return a failure and its life. The life is all lives of the engine if only their sequence fails."""
         is_next = bool(self._lives) and self._lives[-1].case == life.case
         self._lives = [*self._lives, life] if is_next else [life]
         failure = stage.failure(life, warm=True)
@@ -158,7 +158,7 @@ def parsed(arguments: list[str]) -> Any:
 
 
 def main() -> None:
-    """Run what the command line asks for; the exit status is 1 if a life has failed."""
+    """Run the command line's lives; the exit status is 1 if a life failed."""
     options, found = parsed(sys.argv[1:]), False
     with (
         tempfile.TemporaryDirectory(prefix="kvtier-lives-") as name,

@@ -12,11 +12,12 @@ from tests.differential.models import DRAFTS, KINDS, Model
 from tests.differential.plan import Plan
 
 LIVES_OF_A_CASE, LIVES_OF_A_MODEL = 4, 24
-"""Seeds in a row that share an engine or a model, which take longer to make than a life to run."""
+"""Number of consecutive seeds that share an engine or a model, which take longer to make than a life to
+run."""
 
 _MOST_REQUESTS = 1000  # of a life
 _MOST_DRAWS = 20
-_KEPT_S = 60.0  # longer than an engine takes to start again
+_KEPT_S = 60.0  # longer than an engine takes to restart
 
 
 def draw(seed: int) -> Life:
@@ -30,15 +31,15 @@ def draw(seed: int) -> Life:
     while len(lives) < _MOST_DRAWS and not Plan(lives[-1]).is_fit:
         lives.append(draw_life(chance, case, seed % LIVES_OF_A_CASE))
     life = lives[-1]
-    # Apart: other seeds draw the same lives as without them.
+    # Generators of their own, so that the lives are the same as without them.
     weights, actions = Random(f"new weights {seed}"), Random(f"actions {seed}")
     life = with_new_weights(life, weights) if weights.random() < 0.3 else life
     return with_actions(life, actions) if actions.random() < 0.5 else life
 
 
 def with_new_weights(life: Life, chance: Random) -> Life:
-    """Return a life in which some resets do not reach kvtier, which sees that workers get new weights."""
-    # With vLLM's connector, 0.32 does not bear that requests are loaded in the step that preempts them.
+    """Return a life in which some resets do not reach kvtier: it only sees the call for new weights."""
+    # With vLLM's connector, 0.32 fails if it loads a request in the step that preempts it.
     quiet = {"all": "weights"} | ({"preempt": "preempt weights"} if "KV" in life.case.connector else {})
     rounds = [
         replace(
@@ -53,7 +54,7 @@ def with_new_weights(life: Life, chance: Random) -> Life:
 
 
 def with_actions(life: Life, chance: Random) -> Life:
-    """Return a life in which many clients send actions, in place of what they say of kvtier."""
+    """Return a life in which many clients send actions instead of kvtier parameters."""
     rounds = [
         replace(one, asks=tuple(replace(ask, hint=actions_for(ask.hint, chance)) for ask in one.asks))
         for one in life.rounds
@@ -62,7 +63,7 @@ def with_actions(life: Life, chance: Random) -> Life:
 
 
 def actions_for(hint: Mapping[str, Any], chance: Random) -> Mapping[str, Any]:
-    """Draw what a client says: actions, or what it said without them."""
+    """Draw a client's parameters: actions, or the given ones without kvtier's."""
     others = {key: value for key, value in hint.items() if key != "kvtier"}
     if chance.random() < (0.8 if hint else 0.4):
         sent = [draw_action(chance) for _ in range(chance.choice([1, 1, 2, 4]))]
@@ -98,10 +99,10 @@ def draw_model(chance: Random) -> Model:
     return Model(
         kind,
         window=chance.choice([32, 48, 64, 96, 160, 250, 320]) if windows else 0,
-        # With one tensor, the pages of slots in a row join.
+        # With one tensor, the pages of adjacent slots are contiguous.
         layers=chance.choice(["ssf" * 2, "sf", "sf" * 2, "sssf", "sff" * 2] if windows else ["", "f"]),
         draft=draft,
-        # The engine has failed with adapters and EAGLE; it was not tried without a connector.
+        # The engine failed with adapters and EAGLE; untested without a connector.
         adapters=2 if KINDS[kind].adapters and not draft and chance.random() < 0.25 else 0,
     )
 
@@ -109,12 +110,12 @@ def draw_model(chance: Random) -> Model:
 def draw_case(chance: Random, model: Model) -> Case:
     """Draw an engine that runs a model, and its connector."""
     block, longest = chance.choice([32, 32, 64]), chance.choice([512, 1024])
-    overflows = chance.random() < 0.3  # host memory, which a prompt of many chunks reaches in several steps
-    # A prompt of fewer than four chunks tells little.
+    overflows = chance.random() < 0.3  # a prompt of many chunks overflows host memory over several steps
+    # A prompt of fewer than four chunks tests little.
     chunks_of = [one for one in (1, 2, 2, 3, 4, None) if 4 * block * (one or 256 // block) <= longest]
     chunk = chance.choice([1] if overflows else chunks_of)
     groups = model.groups
-    whole = groups * -(-longest // block)  # blocks of a prompt as long as can be
+    whole = groups * -(-longest // block)  # blocks of the longest possible prompt
     chunks, tiers = max(1, whole // (chunk or 4)), tuple(draw_tiers(chance))
     # Tiers are read only if the primary tier is too small.
     host = chance.choice([0.25, 0.5, 1, 1, 1.5, 3] if tiers else [0.25, 0.5, 1, 1.5, 3, 8])
@@ -123,7 +124,7 @@ def draw_case(chance: Random, model: Model) -> Case:
     if groups == 1 and not model.draft:
         connectors += BESIDE_A_TRANSPORT
     connector = chance.choice(connectors)
-    # What a transport receives into was just another request's, and is still being copied.
+    # A transport receives into blocks of the previous request, whose copies are still running.
     has_transport = connector in BESIDE_A_TRANSPORT
     arguments = {
         "block_size": block,
@@ -155,19 +156,20 @@ def draw_case(chance: Random, model: Model) -> Case:
         publishes=chance.random() < 0.4,
     )
     if case.lacks_parts and chance.random() < 0.8:
-        # Such a case stores little: it proves no more than that nothing is stored in part.
+        # Such a case stores little: it only proves that nothing is stored in part.
         case = replace(case, arguments={**arguments, "max_num_batched_tokens": 2048})
-    # A transport of the tests lives in one process. Two ranks with adapters, or with gpt_oss and its one KV
+    # The tests' transport works within one process. Two ranks with adapters, or with gpt_oss and its one KV
     # head, fail without a connector, too.
     can_split = not model.draft and not model.adapters and model.kind != "gpt_oss"
     if not has_transport and can_split and chance.random() < 0.15:
-        is_canonical = chance.random() < 0.5 and model.kind != "llama4"  # kvtier refuses local chunks there
+        # kvtier refuses local chunks in the canonical layout.
+        is_canonical = chance.random() < 0.5 and model.kind != "llama4"
         return replace(case, ranks=2, settings={**settings, "canonical_layout": is_canonical})
     return case
 
 
 def draw_tiers(chance: Random) -> Iterator[Mapping[str, Any]]:
-    """Yield the settings of none, one or two secondary tiers."""
+    """Yield the settings of up to two secondary tiers."""
     policy = {"write_policy": chance.choice(["all", "all", "all", "reused", "adaptive"])}
     kinds = chance.choice([[], ["fs"], ["dummy"], ["dummy", "fs"]])
     if "dummy" in kinds:
@@ -188,7 +190,7 @@ def draw_tiers(chance: Random) -> Iterator[Mapping[str, Any]]:
 
 
 def features(case: Case) -> Mapping[str, Any]:
-    """Return for each feature, in words, whether an engine has it."""
+    """Return whether an engine has each feature, by its name."""
     model, given, tiers = case.model, {**case.arguments, **case.settings}, [one["type"] for one in case.tiers]
     connectors = ("OffloadingConnector", "KVTierConnector", *BESIDE_A_TRANSPORT)
     return {
@@ -208,7 +210,7 @@ def features(case: Case) -> Mapping[str, Any]:
         "store_threshold": given.get("store_threshold"),
         "kept memory": given.get("keep_host_memory_s"),
         "two ranks": case.ranks == 2,
-        # Not drawn: on the CPU their answers depend on how vLLM cuts a prompt into steps.
+        # Not drawn: on the CPU their answers depend on how vLLM splits a prompt into steps.
         **dict.fromkeys(("MLA", "states (Mamba)"), False),
     }
 
@@ -233,19 +235,19 @@ class Drawer:
     hides; a life with many shows defects that need several.
 
     Args:
-        chance: where all is drawn from.
+        chance: the source of all draws.
         case: the engine.
-        name: of a request before the first one.
+        name: the number before the first request's.
     """
 
     def __init__(self, chance: Random, case: Case, name: int = 0) -> None:
         self._chance, self._case, self._name = chance, case, name
-        self._sizes: dict[int, int] = {}  # the most tokens of each request's text
+        self._sizes: dict[int, int] = {}  # the maximum length of each request's text
         self._whose: dict[int, tuple[str, int]] = {}  # their salts and adapters
-        self._begun: dict[int, int] = {}  # the request that each continues
+        self._begun: dict[int, int] = {}  # the request that each one continues
         self._sessions: list[int] = []  # in this round
         self._odds: dict[str, float] = {}
-        # vLLM hangs if two paused sessions hold the blocks that both wait for, with a connector or without.
+        # With or without a connector, vLLM hangs if two paused sessions hold blocks that both wait for.
         blocks = int(case.arguments["num_gpu_blocks_override"])
         self._is_tight = blocks < 2 * case.model.groups * case.longest // case.block_tokens
         self._has_session = False  # in this round
@@ -255,14 +257,14 @@ class Drawer:
         self._units = sorted({*units, int(case.arguments.get("max_num_batched_tokens", block))})
 
     def length(self, most: int) -> int:
-        """Draw a length near a boundary, often the last one: of a block, chunk, window or batch."""
+        """Draw a length near a boundary of a block, chunk, window or batch, often the last boundary."""
         unit = self._chance.choice([one for one in self._units if one <= most] or [most])
         length = unit * self._chance.choice([self._chance.randrange(1, most // unit + 1), most // unit])
         length += self._chance.choice([-1, 0, 0, 1, self._chance.randrange(unit)])
         return max(1, min(most, length))
 
     def pieces(self, most: int) -> tuple[Piece, ...]:
-        """Draw new tokens; none where there is no room."""
+        """Draw new tokens; none if there is no room."""
         return ((self._chance.getrandbits(30), self.length(most)),) if most > 0 else ()
 
     def happens(self, feature: str) -> bool:
@@ -302,13 +304,13 @@ class Drawer:
             salt=salt,
             adapter=adapter,
             priority=chance.randrange(3) if "priority" in self._case.arguments.values() else 0,
-            # vLLM's CPU engine ends where it adapts the logits of a prompt (0.32).
+            # vLLM's CPU engine crashes when it adapts the logits of a prompt (0.32).
             prompt_logprobs=not more and self.happens("logprobs") and not self._case.model.adapters,
             hint=self.hint(),
         )
 
     def whose(self, after: int | None) -> tuple[str, int]:
-        """Draw salt and adapter; a request that continues another one mostly keeps both."""
+        """Draw salt and adapter; a continuation mostly keeps those of its predecessor."""
         if after is not None and not self.happens("other salt"):
             return self._whose[after]
         salt = self._chance.choice(["", "first", "second"]) if self.happens("other salt") else ""
@@ -325,7 +327,7 @@ class Drawer:
             yield pieces, say
 
     def hint(self) -> Mapping[str, Any]:
-        """Draw what a client says, and whether a transport gives the prompt."""
+        """Draw the client's parameters, and whether a transport provides the prompt."""
         if self.happens("hint"):
             return self._chance.choice(HINTS)
         return {"transport": "receive"} if self._has_transport and self._chance.random() < 0.5 else {}
@@ -336,11 +338,11 @@ class Drawer:
         asks = tuple(self.ask() for _ in range(chance.choice([1, 1, 2, 3, 5])))
         before = ["", "", "", "settle", "forget", "forget", "reset"]
         before += ["restart", "kill"] * self.happens("restart")
-        if "keep_host_memory_s" in self._case.settings:  # nothing is kept across a reset
+        if "keep_host_memory_s" in self._case.settings:  # a reset clears the kept memory
             before = ["", "", "settle", "forget", "restart", "kill", "kill"]
-        # vLLM refuses to reset while a transport gives.
+        # vLLM refuses to reset while a transport provides a prompt.
         step, what = chance.randrange(12), chance.choice(["device", "all", "preempt"])
-        # No further draw: the lives of a seed stay as they are. With vLLM's connector, 0.32 does not bear it.
+        # No further draw: the lives of a seed stay as they are. vLLM 0.32 fails on it with its own connector.
         if what == "device" and step % 2 and self._case.connector == "KVTierConnector":
             what = "preempt device"
         resets = ((step, what),)
@@ -354,8 +356,9 @@ class Drawer:
     def look(self, after: int) -> Iterator[Round]:
         """Draw a request for a text or its beginning, after a reset of the device's cache.
 
-        The text can be the one that it continues: what is stored with its own blocks, and with those that it
-        shares. The text itself can follow. If the beginning has ended amid a chunk, the load begins there.
+        The text can be the predecessor of the given one, whose chunks were stored from its own or from shared
+        blocks. A request for the whole text can follow. If the beginning ended inside a chunk, the load
+        begins there.
         """
         chance = self._chance
         if after not in self._sessions:
@@ -369,9 +372,9 @@ class Drawer:
             yield Round((replace(ask, keep=min(size, room)),))
 
     def rounds(self) -> Iterator[Round]:
-        """Yield rounds; behind many of them one that looks at a text of late, and looks at all at the end.
+        """Yield rounds. A look at a recent text follows many of them; looks at up to six texts come last.
 
-        That text is a session's if there was one: its last chunks were stored from several inputs.
+        A session's text is preferred: its last chunks were stored from several inputs.
         """
         for _ in range(self._chance.randrange(4, 16)):
             self._sessions.clear()
@@ -382,13 +385,13 @@ class Drawer:
             yield from self.look(after)
 
     def of_late(self) -> int:
-        """Draw an earlier request, mostly one of the last."""
+        """Draw an earlier request, mostly a recent one."""
         known = list(self._sizes)
         return self._chance.choice(known[-4:] if self._chance.random() < 0.7 else known)
 
 
 def draw_life(chance: Random, case: Case, number: int = 0) -> Life:
-    """Draw requests; ``number`` lives before have used the engine, which is reset."""
+    """Draw requests. If ``number`` earlier lives have used the engine, the first round resets it."""
     drawer = Drawer(chance, case, _MOST_REQUESTS * number)
     first, *later = drawer.rounds()
     rounds = (replace(first, before="reset") if number else first, *later)

@@ -28,7 +28,7 @@ class Request:
     """A request, or a session of several inputs.
 
     Args:
-        engine: vLLM's.
+        engine: vLLM's engine.
         order: the fields of an ``Ask``, with prompts of token ids.
     """
 
@@ -52,7 +52,7 @@ class Request:
             self.end = "aborted"
 
     def hear(self, output: Any, weights: int) -> None:
-        """Keep an output; send the next input of a session after the answer to the last one."""
+        """Keep an output; send a session's next input after the answer to the last one."""
         said, turn = output.outputs[0], self.turns[self._turn]
         if self.cached is None:
             self.cached = output.num_cached_tokens
@@ -97,9 +97,9 @@ class Request:
         return request
 
     def _named(self, hint: dict[str, Any]) -> dict[str, Any]:
-        """Return what a client says, with the hashes of blocks in place of places in host memory.
+        """Return the client's parameters, with block hashes in place of the places in host memory.
 
-        An engine without a connector has none: it tells whether a life fails without kvtier, too.
+        Without a connector no block is named.
         """
         hint = deepcopy(hint)
         has_memory = self._engine.engine_core.engine_core.scheduler.connector is not None
@@ -154,16 +154,16 @@ def play(
 
     Args:
         llm: the engine.
-        orders: of each request; see ``Request``. Each comes in its step ``at``.
-        resets: steps and kinds of resets. If vLLM refuses the last one, it is repeated at the end: kvtier
-            stores nothing until then.
-        weights: that the model has. See ``reweigh``.
-        new: weights that it gets with the resets, one after the other. One that vLLM does not make changes
-            none.
+        orders: the requests; see ``Request``. Each arrives in its step ``at``.
+        resets: steps and kinds of resets. If vLLM refuses the last one, the call repeats it at the end:
+            kvtier stores nothing until then.
+        weights: the model's current weights. See ``reweigh``.
+        new: weights to load at the resets, in order. A reset that vLLM refuses loads none.
 
     Returns:
-        ``heard``: of each request its ``turns`` with the tokens ``said``, their ``logprobs`` and the
-        ``weights``, the ``end``, and how many tokens of its prompt were ``cached``. ``weights``: the last.
+        ``heard``: for each request its ``turns`` with the tokens ``said``, their ``logprobs`` and the
+        ``weights``, the ``end``, and how many tokens of its prompt were ``cached``. ``weights``: the last
+        weights.
     """
     engine = llm.llm_engine
     requests = [Request(engine, order) for order in orders]
@@ -185,7 +185,7 @@ def play(
                 if is_done and "device" not in what:
                     weights = new.pop(0)
                     reweigh(llm, weights, is_told=reaches_tiers)
-            except RuntimeError:  # vLLM refuses while a preempted request is being loaded
+            except RuntimeError:  # vLLM refuses while it loads a preempted request
                 resets.append([step + 1, what])
         if not waiting and not engine.has_unfinished_requests():
             break
@@ -204,20 +204,21 @@ def play(
 
 
 def _is_deadlocked(scheduler: Any) -> bool:
-    """Whether a continued session and the requests beside it wait for one another's blocks.
+    """Return whether a continued session and the requests beside it wait for one another's blocks.
 
     vLLM preempts only running requests. A session holds its blocks while it waits for input, and a request
-    holds those that were loaded for it: if no one runs and each needs more than is free, none goes on.
+    holds those that were loaded for it: if none runs and each needs more blocks than are free, none can
+        continue.
     """
     holding = list(scheduler.kv_holding_waiting)
-    is_ready = all(one.status.name == "WAITING" for one in holding)  # no load is awaited
+    is_ready = all(one.status.name == "WAITING" for one in holding)  # no load is pending
     return not scheduler.running and is_ready and any(one.resumable for one in holding)
 
 
 def reweigh(llm: Any, weights: int, *, is_told: bool = True) -> dict[str, Any]:
-    """Give the model other weights, which follow from a number; with 0 those of its files.
+    """Load other weights, derived from a number; 0 stands for those of the model's files.
 
-    If kvtier ``is_told`` by a reset, the function's name does not tell it again.
+    ``is_told``: a reset has told kvtier. Otherwise the name of the worker's function has to.
     """
     llm.collective_rpc(_reweigh if is_told else _load_weights, args=(weights,))
     return {}
@@ -233,7 +234,7 @@ def _reweigh(worker: Any, weights: int) -> None:
     model = worker.get_model()
     first = model.__dict__.setdefault("_first_weights", {})
     for name, parameter in model.named_parameters():
-        if parameter.ndim == 1 and "norm" in name:  # each rank has all of it, and no kernel a copy
+        if parameter.ndim == 1 and "norm" in name:  # each rank has all of it, and no kernel keeps a copy
             original = first.setdefault(name, parameter.detach().clone())
             noise = torch.sin(torch.arange(len(original)) * weights + zlib.crc32(name.encode()) % 97)
             parameter.data.copy_(original + 0.3 * noise * bool(weights))
@@ -242,8 +243,8 @@ def _reweigh(worker: Any, weights: int) -> None:
 def score(llm: Any, orders: list[dict[str, Any]]) -> dict[str, Any]:
     """Return two logprobs for each token of a text from ``start`` on: its own, and the highest.
 
-    Each text is computed at once, without reuse. The adapters of lives leave the logits alone, and vLLM's CPU
-    engine ends where it adapts those of a prompt (0.32).
+    The engine computes each text in one request, without reuse. The adapters of lives leave the logits alone,
+    and vLLM's CPU engine crashes when it adapts those of a prompt (0.32).
     """
     from vllm import SamplingParams
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
@@ -266,7 +267,7 @@ def _likeliest(of_one: dict[int, Any]) -> float:
 
 
 def rest(llm: Any) -> dict[str, Any]:
-    """Check the core of an engine that has nothing to do.
+    """Check the core of an idle engine.
 
     Returns:
         ``ready``: the content hashes and the groups of the chunks that can be loaded from host memory.
@@ -281,7 +282,7 @@ def rest(llm: Any) -> dict[str, Any]:
         "transfers": core.shared.transfers,
         "pending requests": core.holds.pending,
         "awaiting requests": core.holds.awaiting,
-        "computed requests": len(core.shared.gate.running) > 1,  # the last one ends with the next step
+        "computed requests": len(core.shared.gate.running) > 1,  # the last transfer ends with the next step
     }
     for what, held in left.items():
         assert not held, f"{what} are left: {held}"
@@ -301,7 +302,7 @@ def _core_of(engine: Any) -> Tiering:
 
 
 def prepare(llm: Any, bug: str, copy_s: float) -> dict[str, Any]:
-    """Make the copies of the engine that is started next slow, and plant a bug in its kvtier.
+    """Make the copies of the next engine slow, and plant a bug in its kvtier.
 
     It runs in one thread: a tiny model is no faster with two, and much slower if the cores are busy.
 

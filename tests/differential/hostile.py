@@ -1,4 +1,4 @@
-"""A tier and an eviction policy that break their contracts, each in the ways that were drawn for it."""
+"""A tier and an eviction policy that break their contracts; the test draws how."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ POLICY_FAULTS = (
 
 _RECENT = 200
 _put: deque[tuple[bytes, OffloadKey, bytes, bytes]] = deque(maxlen=_RECENT)
-"""Identity, key, bytes and trailer of the chunks that tiers were given last."""
+"""Identity, key, bytes and trailer of the chunks that tiers received last."""
 
 
 class Panic(BaseException):
-    """As extensions in Rust raise it. Its text cannot be had."""
+    """An exception as extensions in Rust raise it. Its text is unavailable."""
 
     def __str__(self) -> str:
         raise RuntimeError("no text")
 
 
 class HostileConfig(DummyConfig):
-    """Settings of the hostile tier: its faults, and how often each of them happens."""
+    """Settings of the hostile tier: its faults, and the rate of each."""
 
     type: str = "hostile"
     faults: tuple[str, ...] = ()
@@ -51,7 +51,8 @@ class HostileConfig(DummyConfig):
 
 
 class HostileTier(DummyTier):
-    """Keeps the two rules that kvtier cannot check: no slot is written after a get, and a reset hides all."""
+    """Keeps the two rules that kvtier cannot check: no write to a slot after a get, and a reset hides every
+    chunk."""
 
     Config = HostileConfig
     config: HostileConfig
@@ -80,7 +81,7 @@ class HostileTier(DummyTier):
         return work()
 
     async def _wait(self, work: Callable[[], Awaitable[T]], *given: Any) -> T:
-        """Return the result of a call, which may go on after it was cancelled."""
+        """Return the result of a call, which may continue after its cancellation."""
         awaited = self._act(work, *given)
         return await until_done(awaited) if self._does("stalls") else await awaited
 
@@ -132,7 +133,7 @@ class HostileTier(DummyTier):
                 _put.append((self.context.identity.short_digest, key, *chunk))
                 if self._does("claims"):
                     await self.discard([key])
-                elif self._does("writes"):  # to be read when the slot may have another chunk
+                elif self._does("writes"):  # read when the slot may already hold another chunk
                     self._chunks[key] = batch.views[batch.keys.index(key)], chunk[1]  # type: ignore[assignment]
         if self._does("swaps") and {first, last} <= self._chunks.keys():
             self._chunks[first], self._chunks[last] = self._chunks[last], self._chunks[first]
@@ -140,7 +141,7 @@ class HostileTier(DummyTier):
 
     async def get(self, batch: Batch) -> Outcome:
         if self._does("reorders"):
-            with suppress(AttributeError):  # it cannot be assigned
+            with suppress(AttributeError):  # it rejects assignment
                 batch.slots = batch.slots[::-1]
         if self._does("garbles"):
             for view in batch.views:
@@ -168,13 +169,13 @@ class HostileTier(DummyTier):
 
 
 class UnsendableTier(DummyTier):
-    """Has a reason that cannot be sent, so that kvtier refuses it."""
+    """Has a reason that cannot be serialized, so kvtier refuses it."""
 
     reasons = MappingProxyType({"x" * 65: "too long"})
 
 
 class HostilePolicy(LRU):
-    """LRU with one fault, which begins to show at some call. ``chance`` draws both."""
+    """LRU with one fault that begins at some call. ``chance`` draws both."""
 
     chance = Random()
 
@@ -237,7 +238,7 @@ hostile = {__name__}:HostilePolicy
 
 @contextmanager
 def installed(folder: Path) -> Iterator[None]:
-    """Install both plug-ins from a distribution in a folder, so that the tier process finds them, too."""
+    """Install both plug-ins from a distribution in a folder, so that the tier process finds them too."""
     metadata = folder / "hostile-1.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: hostile\nVersion: 1\n")

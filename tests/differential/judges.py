@@ -1,4 +1,4 @@
-"""What holds for an engine at rest: its counters add up, and its KV events promise only what is there."""
+"""Invariants of an idle engine: its counters add up, and its KV events name only existing chunks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _NEVER = ("kvtier_copy_failed", "kvtier_audit_failures", "kvtier_policy_replaced
 
 
 def wrong_counters(metrics: Metrics, tiers: Iterable[Mapping[str, Any]]) -> dict[str, object]:
-    """Return counters that nothing injects, and those of tiers that do not add up."""
+    """Return nonzero counters of events that nothing injects, and tier counters that do not add up."""
     wrong: dict[str, object] = {name: seen for name in _NEVER if (seen := metrics.value(name))}
     stored = metrics.value("kvtier_stored_chunks")
     for tier in tiers:
         count = partial(metrics.value, tier=tier["type"])
         put, backfilled = count("kvtier_put_chunks"), count("kvtier_backfilled_chunks")
         lost = count("kvtier_put_dropped_chunks") + count("kvtier_put_failed_chunks")
-        # What was lost is put again when it is used again.
+        # A lost chunk is put again at its next use.
         if tier["write_policy"] == "all" and not 0 <= put + lost - stored - backfilled <= lost:
             wrong[f"puts into {tier['type']}"] = (stored, backfilled, put, lost)
         asked, found = (count(f"vllm:kv_offload_tiering_chunk_{what}") for what in ("queries", "hits"))
@@ -34,7 +34,7 @@ def wrong_counters(metrics: Metrics, tiers: Iterable[Mapping[str, Any]]) -> dict
 
 
 def wrong_events(router: Router, engine: Engine, ready: Chunks) -> str:
-    """Wait until a router believes in no chunk of host memory that cannot be loaded; return why it does."""
+    """Wait until a router assumes only loadable chunks in host memory; return the error if it never does."""
     try:
         router.until(engine, lambda: believed(router, ("CPU", None)) <= ready)
     except AssertionError as error:

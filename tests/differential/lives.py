@@ -12,7 +12,7 @@ BESIDE_A_TRANSPORT = ("beside", "behind", "blind")
 """Places in a MultiConnector: KVTierConnector before or after a transport, OffloadingConnector after it."""
 
 Piece = tuple[int, int]
-"""Tokens of a prompt: the seed that they are drawn from, and how many."""
+"""Tokens of a prompt: their seed and their number."""
 
 
 @dataclass(frozen=True)
@@ -20,15 +20,15 @@ class Case:
     """An engine and its connector.
 
     Attributes:
-        model: which model.
-        chunk_blocks: blocks of a chunk; None for kvtier's default.
+        model: the engine's model.
+        chunk_blocks: blocks per chunk; None for kvtier's default.
         host_chunks: slots of the primary tier.
         connector: ``OffloadingConnector``, ``KVTierConnector`` or one of ``BESIDE_A_TRANSPORT``.
-        arguments: of the engine.
+        arguments: the engine's arguments.
         settings: kvtier's own.
         tiers: settings of each secondary tier.
         copy_s: seconds that each copy between device and host waits before it begins.
-        publishes: whether its KV events are followed.
+        publishes: whether a router follows its KV events.
         ranks: workers of tensor parallelism.
     """
 
@@ -49,14 +49,15 @@ class Case:
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens of a chunk; where kvtier chooses, 256, since the models are small."""
+        """Tokens of a chunk; kvtier's default is 256, since the models are small."""
         return self.block_tokens * (self.chunk_blocks or 256 // self.block_tokens)
 
     @property
     def lacks_parts(self) -> bool:
-        """Whether windows often pass a chunk's first blocks before it is stored."""
+        """Whether windows often move past a chunk's first blocks before the chunk is stored."""
         step = int(self.arguments.get("max_num_batched_tokens", 2048))
-        is_early = self.settings.get("store_threshold", 1) == 1  # else the device has it before
+        # With a higher threshold the device has the chunk before kvtier stores it.
+        is_early = self.settings.get("store_threshold", 1) == 1
         kept = max(self.block_tokens, self.model.window, is_early * step // 2)
         return self.model.groups > 1 and self.chunk_tokens > kept
 
@@ -77,15 +78,15 @@ class Ask:
     """One request.
 
     Attributes:
-        name: its number, which no other has.
-        pieces: the tokens that its prompt ends with.
+        name: its unique number.
+        pieces: the tokens at the end of its prompt.
         after: the request that it continues: its text, and its answer if it has ended.
         keep: how many tokens of that text; None for all.
-        say: tokens to generate.
+        say: number of tokens to generate.
         at: its first step, counted in its round.
         abort: steps after which it is aborted.
         more: further inputs of a streaming session, and the tokens to generate for each.
-        eager: whether these come at once, rather than each after the answer to the one before.
+        eager: whether the inputs come at once, rather than each after the previous answer.
         hint: ``kv_transfer_params``.
     """
 
@@ -114,8 +115,8 @@ class Round:
             ``reset`` resets everything, for new weights; ``restart`` and ``kill`` start the engine again.
         resets: steps and kinds of resets: ``device``, ``all``, or ``preempt``, which preempts requests, as
             ``preempt device`` does. The model gets new weights unless it is the device's, or vLLM refuses.
-            With ``weights``, and ``preempt weights``, they are all that tells kvtier: the device is reset.
-        engine: 0 or 1, of two engines over the same tiers.
+            ``weights`` and ``preempt weights`` reset the device alone, and then load new weights.
+        engine: 0 or 1; two engines share the tiers.
     """
 
     asks: tuple[Ask, ...]
@@ -126,12 +127,12 @@ class Round:
 
 @dataclass(frozen=True)
 class Probe:
-    """The last requests: a new prompt, perhaps another one, and the first again, which must be a hit.
+    """The last requests: a new prompt, optionally another one, and the first again, which must be a hit.
 
     Attributes:
-        tokens: of the prompt.
-        others: of another one, which is asked in between; 0 for none.
-        times: how often it is asked before.
+        tokens: length of the prompt.
+        others: length of another prompt in between; 0 for none.
+        times: number of earlier requests for the prompt.
     """
 
     tokens: int
@@ -149,7 +150,7 @@ class Life:
 
 
 def code(value: Any) -> str:
-    """Return the expression that makes a value, without what is as by default."""
+    """Return the expression that makes a value, without its default fields."""
     if is_dataclass(value) and not isinstance(value, type):
         shown = []
         for each in fields(value):

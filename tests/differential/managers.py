@@ -53,7 +53,7 @@ from tests.differential.mutations import OF_MANAGERS
 from tests.sim.mutations import MUTATIONS, planted
 from tests.unit.test_manager import Device, prompt
 
-SLOT_BYTES = 4096  # of a block, at most
+SLOT_BYTES = 4096  # at most, per block
 CALLERS, BLOCKS = 3, 24
 BOUND_S = 30.0
 NEVER = ("audit_failed",)
@@ -63,11 +63,11 @@ PROBE: Keys = prompt(99, 2)
 
 
 class Variant(NamedTuple):
-    """All that separates the chunks of managers on one root.
+    """The properties that separate the chunks of managers on one root.
 
     Attributes:
         pages: bytes of a block's page in each tensor.
-        width: blocks of a chunk.
+        width: blocks per chunk.
     """
 
     pages: tuple[int, ...] = (3072, 960)
@@ -77,11 +77,11 @@ class Variant(NamedTuple):
 
 
 LAYOUTS = (((3072, 960), 1), ((960, 3072), 1), ((1536, 480), 2), ((4032,), 1), ((3072, 960), 3))
-"""Of the chunks of all but the last, the lengths are equal."""
+"""All layouts but the last have chunks of equal length."""
 
 
 class Tensors(Device):
-    """The tensors of an engine. Slots can hold the halves of its pages in the other order."""
+    """The tensors of an engine. Slots can hold the two halves of a page in reverse order."""
 
     def __init__(self, variant: Variant, groups: int, *, swapped: bool) -> None:
         super().__init__(groups, variant.width, CALLERS * BLOCKS, variant.pages)
@@ -96,7 +96,7 @@ class Tensors(Device):
         return [(at, block, page.roll(len(page) // 2 * self._swapped)) for at, block, page in pages]
 
     def slot(self, key: OffloadKey, version: object) -> Iterator[tuple[slice, bytes]]:
-        """Yield the pages of a chunk in a slot, and where they are."""
+        """Yield the pages of a chunk in a slot, with their places."""
         layout, blocks = self._layout, range(self.blocks_per_chunk)
         for tensor, block, page in super()._pages([key], blocks, version):
             first = layout.tensor_offsets[tensor] + block * layout.page_bytes[tensor]
@@ -113,11 +113,11 @@ class Cache:
     """The chunks that managers of one variant share.
 
     Attributes:
-        weights: a number, of the model of managers that open next. A reset gives the manager that is reset a
-            new one, and another one to those that open its files later.
-        offered: the keys that were stored, by weights.
-        probe: the weights for which files must have the probe.
-        lock: held while a manager opens or is reset: one that opened meanwhile could have either weights.
+        weights: the number of the weights for the next manager to open. A reset gives its own manager new
+            weights, and later openers of its files other ones.
+        offered: the stored keys, by weights.
+        probe: the weights whose probe must be in the files.
+        lock: held while a manager opens or resets: one that opens meanwhile could get either weights.
     """
 
     weights: int = 0
@@ -131,7 +131,7 @@ class Life:
 
     Args:
         seed: draws everything.
-        folder: for the files of tiers.
+        folder: the folder of the tiers' files.
     """
 
     def __init__(self, seed: int, folder: Path) -> None:
@@ -145,7 +145,7 @@ class Life:
         self.variants = [*self._variants()]
 
     def _variants(self) -> Iterator[Variant]:
-        """Yield variants that differ in one respect from the first."""
+        """Yield variants that each differ from the first in one respect."""
         chance = self.chance
         pages, width = chance.choice([LAYOUTS[0], *LAYOUTS])
         yield (first := Variant(pages, width))
@@ -159,7 +159,7 @@ class Life:
             yield first._replace(**chance.choice(others))
 
     async def run(self) -> int:
-        """Live; return how many chunks were loaded.
+        """Run the life; return how many chunks were loaded.
 
         Raises:
             AssertionError: bytes are wrong, pins or transfers are left, counts do not add up, or chunks are
@@ -180,7 +180,7 @@ class Life:
 
 
 def require_refusals() -> None:
-    """Raise AssertionError unless managers that cannot work, or would give wrong bytes, are refused."""
+    """Raise AssertionError unless kvtier refuses managers that cannot work or would return wrong bytes."""
     plain: dict[str, Any] = {"cpu_bytes_to_use": 2**20}
     caches = Device().caches
     turns = PageMapping(960, (PieceRun(0, 0, 960),), writers=2, writer=1)
@@ -203,12 +203,12 @@ def require_refusals() -> None:
 
 
 class Opening:
-    """A manager from its opening to its end, and what it has to give back.
+    """A manager from its opening to its end, and the chunks that it must return.
 
     Attributes:
-        weights: a number, of the model that its engine has.
-        stored: how many chunks its callers have stored, as far as they know.
-        loaded: how many they have loaded.
+        weights: the number of its engine's weights.
+        stored: number of chunks that its callers stored with confirmation.
+        loaded: number of chunks that they loaded.
     """
 
     def __init__(self, life: Life) -> None:
@@ -293,32 +293,32 @@ class Opening:
         return self.loaded
 
     async def _files_open(self) -> None:
-        """Wait until files are open, and so of the weights that are known."""
+        """Wait until the file tier is open, so that the weights of its files are known."""
         activities = self.manager._executor.activity if "fs" in self._kinds else ()
         while activities and activities[self._kinds.index("fs")].usage is None:  # noqa: ASYNC110
             await anyio.sleep(0.001)
 
     async def _close_amid(self) -> None:
         await anyio.sleep(self.chance.choice([0, 0.01, 0.1]))
-        async with self.cache.lock:  # files whose reset was cut short give older chunks to those that open
+        async with self.cache.lock:  # if a reset is cut short, the next opener of the files gets older chunks
             self.is_closing = True
             await self.manager.aclose()
 
-    # --- what is right ---------------------------------------------------------------------------
+    # --- expected content ----------------------------------------------------------------------------
 
     @property
     def version(self) -> tuple[Variant, int]:
-        """The bytes of a chunk follow from its key and this."""
+        """A chunk's key and this value determine its bytes."""
         return self._variant, self.weights
 
     def draw(self, chance: Random) -> Keys:
-        """Draw the beginning of a prompt, in one group or chunk by chunk in all."""
+        """Draw the beginning of a prompt, in one group or chunk by chunk in all groups."""
         name, most = chance.randrange(6), BLOCKS // self._variant.width // self.groups
         keys = [prompt(name, chance.randrange(1, most + 1), group) for group in range(self.groups)]
         return [key for chunk in zip(*keys, strict=False) for key in chunk]
 
     def offer(self, keys: Keys) -> None:
-        """Note that these keys may be found from now on."""
+        """Record that lookups may find these keys from now on."""
         self.cache.offered[self.weights].update(keys)
 
     def require_offered(self, keys: Keys) -> None:
@@ -327,7 +327,7 @@ class Opening:
         assert known.issuperset(keys), f"{set(keys) - known} were found, and were not stored"
 
     def require_content(self, keys: Keys, blocks: list[int]) -> None:
-        """Raise AssertionError if a block has not what was stored in it with these weights."""
+        """Raise AssertionError if a block lacks the content stored under its key with these weights."""
         self.require_offered(keys)
         for place, key in enumerate(keys):
             mine = blocks[place * self._variant.width :][: self._variant.width]
@@ -344,7 +344,7 @@ class Opening:
             invariants.check(self.manager._core)
 
     async def reset(self) -> None:
-        """Reset, perhaps cancelled and repeated. It goes on when the caller is cancelled."""
+        """Reset; the call may be cancelled and repeated. The reset continues when its caller is cancelled."""
         try:
             if self.life.may_reset:
                 await until_done(self._reset())
@@ -375,7 +375,7 @@ class Opening:
         await self._store_probe(caller)
 
     def _require_sums(self, counts: Mapping[tuple[str, ...], float]) -> None:
-        """Raise AssertionError if counts of the tiers do not add up."""
+        """Raise AssertionError if the tiers' counts do not add up."""
 
         def total(*name: str) -> float:
             return sum(count for key, count in counts.items() if key[: len(name)] == name)
@@ -386,14 +386,14 @@ class Opening:
         for kind, tier in zip(self._kinds, self._tiers, strict=True):
             put, lost = total("put", kind), total("put_dropped", kind) + total("put_failed", kind)
             missing = put + lost - stored - total("backfilled", kind)
-            # What was lost is put again when it is used again.
+            # A lost chunk is put again at its next use.
             assert tier["write_policy"] != "all" or 0 <= missing <= lost, f"puts into {kind}: {counts}"
             asked, found = total("asked", kind), total("found", kind)
             missed = total("absent", kind) + total("get_failed", kind)
             assert found <= asked <= found + missed, f"lookups in {kind}: {counts}"
 
     async def _store_probe(self, caller: Caller) -> None:
-        """Store a new prompt, which must be found at once, and perhaps by the next manager."""
+        """Store a new prompt; this manager must find it at once, the next one if the files have it."""
         before = self._lost()
         for _ in range(max(1, self.settings["store_threshold"])):
             await caller.store(PROBE)
@@ -405,7 +405,7 @@ class Opening:
             self.cache.probe = self.weights
 
     async def _find_probe(self) -> None:
-        """Wait for the probe if files must have it: the tier may be late for a short deadline."""
+        """Wait for the probe if files must have it: the tier may miss a short deadline."""
         if "fs" in self._kinds and self.cache.probe == self.weights:
             while not all(await self.manager.locate(PROBE)):  # noqa: ASYNC110
                 await anyio.sleep(0.01)
@@ -422,7 +422,7 @@ class Caller:
         self._opening, self._manager, self._device = opening, opening.manager, opening.device
         self._chance = Random(opening.chance.getrandbits(60))
         self._blocks = list(range(number * BLOCKS, (number + 1) * BLOCKS))
-        self._scribbled: list[memoryview] = []  # of a write that was given up
+        self._scribbled: list[memoryview] = []  # of an abandoned write
 
     async def run(self, calls: int) -> None:
         """Make random calls; some are cancelled."""
@@ -463,7 +463,7 @@ class Caller:
             self._opening.loaded += count
 
     async def _hold(self, keys: Keys) -> None:
-        """Read and load chunks late in a block that pins them."""
+        """Read and load chunks inside a block that pins them, late in its time."""
         version = self._opening.version
         with self._voided_by_resets():
             async with self._manager.acquire(keys) as acquired:
@@ -498,13 +498,14 @@ class Caller:
         self._manager.report_computed(len(keys), self._chance.choice([0, 1e-6, 1.0]))
 
     async def _forget(self, keys: Keys) -> None:
-        """Reset while chunks are put into tiers, and look for them."""
+        """Reset while puts into tiers are in flight, and look the chunks up."""
         await self.store(keys)
         await self._opening.reset()
         await self._load(keys)
 
     async def _write(self, keys: Keys) -> None:
-        """Fill slots, or give up and go on writing: they stay reserved until the views are gone."""
+        """Fill slots, or abandon a write but keep writing: slots stay reserved until the views are
+        released."""
         version = self._opening.version
         self._opening.offer(keys)
         self._scribbled.clear()
@@ -534,8 +535,8 @@ class Caller:
 
 
 def run(seed: int) -> int:
-    """Run a life; return how many chunks were loaded. Raises AssertionError if a judge objects."""
-    torch.set_num_threads(1)  # several of them wait for each other where the cores are busy
+    """Run a life; return how many chunks were loaded. Raise AssertionError if a judge objects."""
+    torch.set_num_threads(1)  # with more threads, managers wait for each other on busy cores
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=memory) as name, installed(Path(name)):
         require_refusals()
@@ -543,7 +544,7 @@ def run(seed: int) -> int:
 
 
 def main() -> None:
-    """Run lives until time is over, or until each bug is found; the exit status is 1 if a life has failed."""
+    """Run lives until the time is up, or until each bug is found; the exit status is 1 if a life failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=1.0, help="in all, or for each bug")
     parser.add_argument("--seed", type=int, default=0)
@@ -558,7 +559,7 @@ def main() -> None:
 
 
 def _search(bug: str, first: int, until_s: float) -> bool:
-    """Run lives from a seed on; with a bug, end when one fails. Return whether any has."""
+    """Run lives from a seed on; with a bug, stop at the first failure. Return whether any life failed."""
     failed, loaded, seed = 0, 0, first
     while time.monotonic() < until_s and not (bug and failed):
         faulthandler.dump_traceback_later(4 * BOUND_S, exit=True)

@@ -1,4 +1,4 @@
-"""The models that are drawn: tiny random ones of each kind of KV cache that vLLM runs on the CPU."""
+"""The models to draw from: tiny random ones of each kind of KV cache that vLLM runs on the CPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SMALL = {
     "head_dim": 32,
     "initializer_range": 0.2,
 }
-"""An eighth of the time of the models of other tests for a prompt, half of it for a token."""
+"""Needs an eighth of the time of other tests' models for a prompt, half of it for a token."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Kind:
 
     Attributes:
         made_of: configuration, architecture and fields, for ``Launcher.make_model``.
-        smaller: fields that differ, so that it is small.
-        windows: whether it has windows, whose size and layers can be drawn.
+        smaller: fields that differ, to keep it small.
+        windows: whether it has windows of variable size in variable layers.
         drafts: whether other models can draft for it.
         adapters: whether it takes LoRA adapters.
     """
@@ -76,9 +76,9 @@ class Model:
     Attributes:
         kind: one of ``KINDS``, or a model's directory.
         window: tokens of its sliding windows.
-        layers: ``s`` for a layer with a window, ``f`` for one of full attention; as by default if empty.
+        layers: ``s`` for a layer with a window, ``f`` for one of full attention; empty for the default.
         draft: one of ``DRAFTS``.
-        adapters: how many LoRA adapters it is served with.
+        adapters: number of its LoRA adapters.
     """
 
     kind: str = "llama"
@@ -89,7 +89,7 @@ class Model:
 
     @property
     def groups(self) -> int:
-        """The number of its KV cache groups, at least about."""
+        """The approximate number of its KV cache groups."""
         if "s" not in self.layers:
             return KINDS[self.kind].groups if self.kind in KINDS else 1
         fewer = min(self.layers.count("f"), self.layers.count("s"))
@@ -109,7 +109,7 @@ class Model:
         return launcher.make_model(folder / "model", config, architecture, fields)
 
     def arguments(self, launcher: Launcher, directory: Path) -> dict[str, Any]:
-        """Make what drafts for it and adapts it; return how vLLM is told."""
+        """Make its draft model and adapters; return vLLM's arguments for them."""
         told: dict[str, Any] = {}
         if self.draft:
             drafter = _DRAFTERS[self.draft](launcher, directory)
@@ -129,7 +129,7 @@ def adapter(model: Path, number: int) -> Path:
 
 
 def make_adapter(llm: Any, directory: str, model: str) -> dict[str, Any]:
-    """Make a random LoRA adapter. Called in a process of the launcher."""
+    """Make a random LoRA adapter. Runs in a process of the launcher."""
     import torch
     from safetensors.torch import save_file
 

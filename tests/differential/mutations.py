@@ -1,4 +1,4 @@
-"""Bugs to be planted where kvtier meets the engine: ``python -m tests.differential --bugs NAME``."""
+"""Bugs to plant where kvtier meets the engine: ``python -m tests.differential --bugs NAME``."""
 
 from __future__ import annotations
 
@@ -182,4 +182,4 @@ OF_MANAGERS = (
         ),
     ),
 )
-"""Bugs where a program, a tier or a policy meets kvtier, for ``tests.differential.managers``."""
+"""Bugs at the interfaces to programs, tiers and policies, for ``tests.differential.managers``."""

@@ -1,4 +1,4 @@
-"""A plain model of a life's caches: how much it should load. It has no engine and none of kvtier's code."""
+"""A plain model of a life's caches that predicts its loads. It uses no engine and none of kvtier's code."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from tests.differential.lives import Ask, Case, Life, Piece, Round
 
 ENOUGH = 8
-"""Chunks. A life that should load this many loads at least one."""
+"""In chunks. A life that must load this many loads at least one."""
 
 Key = int
 Text = list[int]
@@ -16,13 +16,13 @@ _PLACE_BITS = 12
 
 
 class Plan:
-    """Runs a life in dictionaries.
+    """Simulates a life with dictionaries.
 
-    An answer's tokens are unlike all others. Requests of a round follow each other, and none is aborted.
+    Each answer has unique tokens. Requests of a round follow each other, and none is aborted.
 
     Attributes:
-        loads: chunks of a prompt that are loaded from host memory.
-        promotions: those that come from a tier.
+        loads: chunks of prompts loaded from host memory.
+        promotions: those that a tier provides.
     """
 
     def __init__(self, life: Life) -> None:
@@ -38,7 +38,7 @@ class Plan:
 
     @property
     def is_fit(self) -> bool:
-        """Whether the life shows much: it loads, from a tier if it has one that takes everything."""
+        """Whether the life loads enough, including from a tier if one accepts chunks predictably."""
         return self.loads >= ENOUGH and (self.promotions > 0 or not self._given)
 
     def _round(self, each: Round) -> None:
@@ -110,7 +110,7 @@ class _Cache(OrderedDict[Key, None]):
 
 
 def _given(case: Case) -> int:
-    """Return after how many uses a tier is given a chunk; 0 if that cannot be known."""
+    """Return the number of uses after which a tier gets a chunk; 0 if that is unpredictable."""
     uses = {"all": 1, "reused": 2}
     return min((uses[tier["write_policy"]] for tier in case.tiers if tier["write_policy"] in uses), default=0)
 
@@ -123,5 +123,5 @@ def _tokens(pieces: Iterable[Piece]) -> Iterator[int]:
 def _keys(text: Text, width: int, root: Hashable) -> Iterator[Key]:
     key = hash(root)
     for end in range(width, len(text) + 1, width):
-        key = hash((key, *text[end - width : end]))  # of numbers alone: equal in each process
+        key = hash((key, *text[end - width : end]))  # a hash of numbers alone is equal in each process
         yield key

@@ -1,4 +1,4 @@
-"""Makes a life that fails smaller: fewer requests, fewer features, as long as it fails in the same way."""
+"""Reduces a failing life: fewer requests, fewer features, as long as it fails in the same way."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _REQUIRED = ("name", "pieces", "asks")
 
 
 def shrink(life: Life, fails: Callable[[Life], bool], may_go_on: Callable[[], bool]) -> Life:
-    """Return the smallest life found that fails, as long as there is time."""
+    """Return the smallest failing life found within the time."""
     tried = set()
     is_smaller = True
     while is_smaller:
@@ -96,7 +96,7 @@ def _without(life: Life, rounds: tuple[Round, ...]) -> Life:
 
 
 def cut(pieces: Sequence[Piece], most: int) -> tuple[Piece, ...]:
-    """Return the pieces of the beginning of a text."""
+    """Return the pieces at the beginning of a text."""
     kept = []
     for seed, tokens in pieces:
         if most > 0:
@@ -106,7 +106,7 @@ def cut(pieces: Sequence[Piece], most: int) -> tuple[Piece, ...]:
 
 
 def without(life: Life, names: Collection[str]) -> Life:
-    """Return a life whose requests, rounds and case are as by default in these fields."""
+    """Return a life whose requests, rounds and case have default values in these fields."""
 
     def plain(value: Any) -> Any:
         by_default = type(value)(**{each: getattr(value, each) for each in _REQUIRED if hasattr(value, each)})

@@ -1,4 +1,4 @@
-"""Lives are drawn, printed and made smaller as they should be. No engine."""
+"""Lives are drawn, printed and reduced correctly. No engine."""
 
 from __future__ import annotations
 

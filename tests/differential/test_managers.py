@@ -1,4 +1,4 @@
-"""Random lives of a manager with real tiers keep every byte, and planted bugs show in them."""
+"""Random lives of a manager with real tiers keep every byte, and detect planted bugs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.blocking(reason="the lives' own loops read and write wh
 
 LIVES = 200
 QUICKLY_FOUND = ("pinned_chunks_are_evicted", "commit_before_the_copy_has_ended")
-SELDOM_FOUND = (  # in hundreds of lives, some of which depend on the threads' turns; unit tests have them
+SELDOM_FOUND = (  # found once in hundreds of lives, some depending on thread timing; unit tests cover them
     "keys_of_a_batch_can_be_reordered",
     "lookup_keys_can_be_reordered",
     "slots_are_free_while_a_view_is_left",

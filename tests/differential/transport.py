@@ -1,6 +1,7 @@
-"""A second connector for ``MultiConnector``: gives requests the KV cache of earlier ones, like P/D.
+"""A second connector for ``MultiConnector``: provides requests with the KV cache of earlier ones, like P/D.
 
-Scheduler and worker are in one process here, so what it sends is in a dictionary. For models of one group.
+Scheduler and worker are in one process here, so a dictionary holds the KV in transit. For models of one
+group.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, Sup
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 STEPS = 3
-"""For which a receipt goes on; it writes in the last of them."""
+"""Number of steps that a receipt takes; it writes in the last of them."""
 
 Pages = list[torch.Tensor]
 
@@ -23,13 +24,13 @@ _caches: Pages = []
 
 @dataclass
 class Receipts(KVConnectorMetadata):
-    """The blocks of requests that begin to receive in a step, and their new bytes."""
+    """The blocks of requests that start to receive in a step, and their new bytes."""
 
     of: dict[str, tuple[list[int], Pages]] = field(default_factory=dict)
 
 
 class Transport(KVConnectorBase_V1, SupportsHMA):
-    """Keeps the blocks of prompts, and gives them to requests with ``{"transport": "receive"}``."""
+    """Keeps the blocks of prompts, and provides them to requests with ``{"transport": "receive"}``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

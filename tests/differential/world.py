@@ -20,7 +20,7 @@ from tests.integration.harness import TWO_RANKS, Engine, Launcher, Tokens, mispl
 from tests.integration.router import Router
 
 TOLERANCE = 2e-3
-"""Between logprobs of equal tokens, computed in steps of other sizes in float32."""
+"""Tolerance between logprobs of equal tokens, computed in float32 in steps of other sizes."""
 
 DRIVER = "tests.differential.driver"
 _FORGET = {"module": "kvtier_bench.engine.process", "function": "forget"}
@@ -41,7 +41,7 @@ class Failure(Exception):
 
 
 class Unfit(Exception):
-    """A model or a configuration proves nothing, or is refused."""
+    """A model or a configuration proves nothing, or the engine refuses it."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class Said:
 
     Attributes:
         ask: the request.
-        text: all tokens before.
-        tokens: the answer.
-        logprobs: the engine's own.
-        weights: of the model at each token, by their numbers: each reset gives it new ones.
+        text: all tokens before the answer.
+        tokens: the answer's tokens.
+        logprobs: the engine's own log-probabilities.
+        weights: the number of the model's weights at each token; each reset loads new ones.
     """
 
     ask: Ask
@@ -64,19 +64,19 @@ class Said:
 
 
 class Stage:
-    """A model, and the engine that judges what others say with it. A context manager.
+    """A model, and the engine that judges other engines' answers. A context manager.
 
     Args:
         launcher: starts engines.
-        folder: for the model and the tiers' files.
-        model: which.
-        bug: of ``tests.differential.mutations``, to be planted in each engine with kvtier.
+        folder: the folder of the model and the tiers' files.
+        model: the model to make.
+        bug: one of ``tests.differential.mutations``, to plant in each engine with kvtier.
 
     Attributes:
-        loaded: chunks that engines of the last life have loaded, by tier.
+        loaded: number of chunks that engines of the last life loaded, by tier.
 
     Raises:
-        Unfit: the model says the same whatever is in its cache.
+        Unfit: the model's answers do not depend on its cache.
     """
 
     def __init__(self, launcher: Launcher, folder: Path, model: Model, bug: str = "") -> None:
@@ -113,7 +113,7 @@ class Stage:
         return self.launcher.start(self.directory, settings, environment=environment, **arguments)
 
     def _control(self) -> float:
-        """Return the bytes of a chunk for each of its tokens, having seen that wrong ones are found."""
+        """Return a chunk's bytes per token, after a check that the judge detects wrong answers."""
         prompts = [make_prompt(seed, tokens) for seed, tokens in enumerate(_CONTROL)]
         asks = [Ask(0, ()) for _ in prompts]
         room = {"num_gpu_blocks_override": 200, "max_model_len": 1024, **self.more}
@@ -139,8 +139,8 @@ class Stage:
         """Run a life and judge it.
 
         Args:
-            connector: whether the engine has one.
-            warm: run it in the engines of the life before, if their case is equal.
+            connector: whether the engine has a connector.
+            warm: run it in the previous life's engines if their case is equal.
 
         Raises:
             Failure: a judge objects.
@@ -166,7 +166,7 @@ class Stage:
             self._leave()
 
     def failure(self, life: Life, **how: bool) -> Failure | None:
-        """Return what goes wrong in a life. See ``check``."""
+        """Return the failure of a life, if any. See ``check``."""
         try:
             self.check(life, **how)
         except Failure as failure:
@@ -174,7 +174,7 @@ class Stage:
         return None
 
     def _leave(self) -> None:
-        """Kill the engines that a life has left."""
+        """Kill the engines that a life left running."""
         if self._run is not None:
             self._run.end()
         self._run = None
@@ -188,7 +188,7 @@ class Stage:
         return list(filter(None, map(_wrong, said, scores)))
 
     def _score(self, said: Sequence[Said], weights: int) -> None:
-        """Have the judge score answers, with these weights."""
+        """Let the judge score answers with these weights."""
         new = {key: one for one in said if (key := _key(one, weights)) not in self._scores}
         orders = [
             {"text": one.text + one.tokens, "start": len(one.text), **self._adapter(one.ask)}
@@ -203,7 +203,7 @@ class Stage:
         return {"adapter": ask.adapter, "adapter_path": str(adapter(self.directory, ask.adapter))}
 
     def order(self, ask: Ask, inputs: Sequence[Tokens]) -> dict[str, Any]:
-        """Return a request as ``driver.play`` takes it."""
+        """Return a request in the form that ``driver.play`` accepts."""
         says = [ask.say, *(say for _, say in ask.more)]
         fields = ("name", "at", "abort", "salt", "priority", "prompt_logprobs", "hint", "eager")
         return {
@@ -233,11 +233,11 @@ def _wrong(said: Said, scores: Mapping[int, Sequence[Sequence[float]]]) -> str:
 
 
 class Run:
-    """Engines of a case, and the life that goes on in them.
+    """Engines of a case, and the life that runs in them.
 
     Attributes:
         case: the engines' configuration.
-        bug: the planted bug, if there is one.
+        bug: the planted bug, if any.
         said: all answers of this life so far.
     """
 
@@ -253,7 +253,7 @@ class Run:
         self._new_weights = itertools.count(1)
 
     def end(self) -> None:
-        """Kill what still runs, and remove its files."""
+        """Kill the running engines, and remove their files."""
         for engine in self._engines.values():
             engine.kill()
         for router in self._routers.values():
@@ -261,7 +261,7 @@ class Run:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def live(self, life: Life) -> None:
-        """Do all that a life consists of."""
+        """Run all rounds of a life."""
         self.said = []
         for each in life.rounds:
             self._round(each)
@@ -290,7 +290,7 @@ class Run:
         self._ask(engine, each.asks, each.resets)
 
     def _ask(self, engine: Engine, asks: Sequence[Ask], resets: Sequence[Any] = ()) -> list[int]:
-        """Ask, and keep what is said. Return how many tokens of each prompt were cached."""
+        """Send requests and keep the answers. Return how many tokens of each prompt were cached."""
         orders = []
         for ask in asks:
             before = [] if ask.after is None else self._texts[ask.after][: ask.keep]
@@ -302,7 +302,7 @@ class Run:
         for ask, order, one in zip(asks, orders, heard, strict=True):
             text: Tokens = []
             for (given, _), turn in zip(order["inputs"], one["turns"], strict=False):
-                # A session keeps of an answer all but the last token, which was not computed.
+                # A session keeps all tokens of an answer but the last one, which was not computed.
                 text = text[: len(text) - bool(text)] + given
                 self.said.append(_said(ask, text, turn))
                 text = text + turn["said"]
@@ -331,7 +331,7 @@ class Run:
     # --- hits ------------------------------------------------------------------------------------
 
     def _probe(self, probe: Probe) -> None:
-        """Ask a new prompt until it is stored, and others, and see how much of it host memory has."""
+        """Send a new prompt until it is stored, then others; check how much of it host memory still has."""
         engine = self._engine(0)
         asked = Ask(0, ((-1, probe.tokens),), say=1)
         for ask in [
@@ -349,9 +349,9 @@ class Run:
             raise Failure("hits", f"{cached} of {probe.tokens} tokens are in host memory, not {least}")
 
     def _least(self, probe: Probe, slots: int) -> int:
-        """Return the fewest tokens that any policy should find again: half as many as LRU."""
+        """Return the fewest tokens that any policy must find again: half as many as LRU."""
         if self.case.connector == "blind" or self.case.lacks_parts:
-            return 0  # it stores little, and says so
+            return 0  # it stores little, and its counters show that
         groups, chunk = self.case.model.groups, self.case.chunk_tokens
         if self.case.leaves_no_hit(probe.tokens // chunk):
             return 0
@@ -374,7 +374,7 @@ class Run:
             arguments |= TWO_RANKS
         if not self._connector:
             return stage.start(**arguments)
-        slot = case.chunk_tokens * stage.bytes_per_token * case.ranks  # at most: heads can be shared
+        slot = case.chunk_tokens * stage.bytes_per_token * case.ranks  # at most: ranks can share heads
         settings = patient(
             {
                 "cpu_bytes_to_use": int(case.host_chunks * slot),

@@ -23,7 +23,7 @@ SOURCES = {
     "libcuda.so.1": ("driver.c",),
     "libnvidia-ml.so.1": ("nvml.c",),
 }
-"""Each library and its sources, in the order in which they are loaded."""
+"""Each library and its sources, in load order."""
 
 _DRIVER = re.compile(
     r"\bcu(?:Mem|Ctx|Device|Func|Module|Launch|Tensor|Multicast|Stream|Event|Occup)[A-Z]?[A-Za-z0-9_]+"
@@ -37,7 +37,7 @@ _OF_BLAS = re.compile(r"cublas\w+")
 
 
 def build(folder: Path) -> None:
-    """Compile the libraries to a folder. What they do not define returns 0, which means success."""
+    """Compile the libraries to a folder. Functions that they do not define return 0, which means success."""
     site = _site()
     cuda = site / "nvidia" / "cu13"
     needed = _symbols("--undefined-only", (site / "torch" / "lib").glob("*.so"))
@@ -93,7 +93,7 @@ def _symbols(which: str, libraries: Iterable[Path]) -> set[str]:
 
 
 def environment(folder: Path, order: str = "late") -> dict[str, str]:
-    """Return the variables for programs that are to find the fake GPU, beside those that are set."""
+    """Return the variables that make programs find the fake GPU; keep the ones already set."""
     paths = {"LD_LIBRARY_PATH": str(folder), "PYTHONPATH": str(HERE / "site")}
     joined = {
         name: os.pathsep.join(filter(None, (path, os.environ.get(name)))) for name, path in paths.items()

@@ -31,13 +31,13 @@ cumem = pytest.importorskip("vllm.device_allocator.cumem")
 pytestmark = [
     pytest.mark.device,
     pytest.mark.skipif("KVTIER_FAKE_ORDER" not in os.environ, reason="not on the fake GPU: nox -s fakegpu"),
-    pytest.mark.timeout(1800),  # of a test that hangs: on a busy machine an engine starts in a minute
+    pytest.mark.timeout(1800),  # for a hanging test: on a busy machine an engine starts in a minute
 ]
-LOADED_WITHIN_STEPS = {"sync_load_budget_bytes": 4 << 16}  # four chunks; requests wait for others
+LOADED_WITHIN_STEPS = {"sync_load_budget_bytes": 4 << 16}  # four chunks; other requests wait
 CHUNK_TOKENS, OUTPUT_TOKENS, WINDOW_TOKENS, LONG_S = 32, 12, 64, 600.0
 SHARED = make_prompt("shared", 96)
 PROMPTS = [make_prompt(f"own {number}", 130 + 40 * number, SHARED) for number in range(4)]
-FOR_FOUR = {  # the blocks of the device hold two of these requests at their ends
+FOR_FOUR = {  # the device's blocks hold only two of these requests at full length
     "dtype": "bfloat16",  # for FlashAttention
     "block_size": 16,
     "max_model_len": 512,
@@ -50,7 +50,7 @@ IN_GRAPHS = {"enforce_eager": False, "compilation_config": GRAPH_SIZES}
 LOOKED_UP = {"prompt_lookup_min": 1, "prompt_lookup_max": 2}
 DRAFTED = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, **LOOKED_UP}}
 WITH_WINDOWS = {"max_model_len": 384, "num_gpu_blocks_override": 76}
-STEP_BY_STEP = {"async_scheduling": False}  # vLLM 0.33 refuses a reset beside a step that has not ended
+STEP_BY_STEP = {"async_scheduling": False}  # vLLM 0.33 refuses a reset before the current step has ended
 WHOLE = {
     **STEP_BY_STEP,
     "enable_sleep_mode": True,
@@ -70,13 +70,13 @@ Event = Callable[["Engine"], object]
 
 @dataclass(frozen=True)
 class Chapter:
-    """What happens while all prompts are answered.
+    """Events during the answers to all prompts.
 
     Attributes:
-        moves: counters that show it.
-        before: called before it.
+        moves: counters that must grow.
+        before: called before the prompts are sent.
         events: called before the steps of these numbers, and before later ones while they return False.
-        aborted: prompts that get no answer.
+        aborted: places of the prompts that get no answer.
     """
 
     moves: Collection[str]
@@ -114,11 +114,11 @@ class Engine(process.Engine):
     def __init__(self, model: Path, settings: Mapping[str, Any] | None, more: Mapping[str, Any]) -> None:
         super().__init__()
         self.load({})
-        gc.freeze()  # vLLM collects garbage many times in a start, which takes most of the start
+        gc.freeze()  # vLLM collects garbage many times during a start, which takes most of its time
         self.start({"arguments": engine_arguments(model, settings, {**FOR_FOUR, **more})})
         self._numbers = itertools.count()
         self._names: list[str] = []
-        self.idle_aborts = 0  # while no copy was in flight
+        self.idle_aborts = 0  # aborts while no copy was in flight
 
     def serve(self, events: Mapping[int, Event]) -> Answers:
         """Return the answers to all prompts, sent at once; None for an aborted one. See ``Chapter``."""
@@ -139,7 +139,7 @@ class Engine(process.Engine):
         return [answers.get(name) for name in self._names]
 
     def reset(self, *, running: bool, connector: bool = False) -> bool:
-        """Reset the prefix cache; return False while a waiting request has blocks, for vLLM would refuse."""
+        """Reset the prefix cache; return False while a waiting request has blocks: vLLM would refuse."""
         scheduler = self._llm.llm_engine.engine_core.engine_core.scheduler
         waiting = [name for name, one in scheduler.requests.items() if one not in scheduler.running]
         if any(any(scheduler.kv_cache_manager.get_block_ids(name)) for name in waiting):
@@ -148,21 +148,21 @@ class Engine(process.Engine):
         return True
 
     def forget(self) -> None:
-        """Reset the device's cache alone, while nothing runs."""
+        """Reset only the device's cache, while nothing runs."""
         process.forget(self._llm)
 
     def refuse(self) -> None:
-        """Do so, and have the next load refused in both usual ways."""
+        """Reset the device's cache, and make the next load fail in both usual ways."""
         self.forget()
         refused_loads.extend([TransferError("refused")] * 2)
 
     def abort(self, *places: int) -> None:
-        """Abort requests, while copies are in flight if these are late."""
+        """Abort requests; copies are in flight if the order makes them late."""
         self.idle_aborts += self._is_idle()
         self._llm.llm_engine.abort_request([self._names[place] for place in places])
 
     def sleep(self, level: int) -> None:
-        """Abort all requests amid copies, sleep and wake up; after level 2 load the weights anew."""
+        """Abort all requests during copies, sleep and wake up; after level 2 reload the weights."""
         self.abort(*range(len(PROMPTS)))
         self._llm.sleep(level)
         self._llm.wake_up()
@@ -177,7 +177,7 @@ class Engine(process.Engine):
         }
 
     def tell(self, chapters: Mapping[str, Chapter], expected: Answers) -> None:
-        """Have it all happen; AssertionError at the first other token."""
+        """Run all chapters; raise AssertionError at the first wrong token."""
         for name, chapter in chapters.items():
             chapter.before(self)
             counts = self.counts()
@@ -212,7 +212,8 @@ def model(models: Callable[[str], Model], request: pytest.FixtureRequest) -> Mod
     return models(getattr(request, "param", "tiny"))
 
 
-_allocators: list[object] = []  # vLLM wants an empty one for each engine that can sleep, and they never are
+# vLLM needs an empty one for each engine that can sleep, and they are never empty.
+_allocators: list[object] = []
 
 
 @contextmanager
@@ -231,7 +232,7 @@ def engine(
 
 
 def settings(folder: Path) -> dict[str, Any]:
-    """Return settings with deadlines that late copies on a busy machine keep."""
+    """Return settings with deadlines that late copies meet even on a busy machine."""
     found = {**over_files(32 << 20, folder), "block_size": CHUNK_TOKENS, "request_deadline_s": LONG_S}
     return {**found, "secondary_tiers": [{**tier, "deadline_s": LONG_S} for tier in found["secondary_tiers"]]}
 
@@ -242,7 +243,7 @@ refused_loads: list[TransferError] = []
 
 @pytest.fixture(autouse=True)
 def copies_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Load small pages by copies too, for kvtier's kernel is never late; refuse ``refused_loads``."""
+    """Load small pages by copies too, because kvtier's kernel is never late; raise ``refused_loads``."""
     monkeypatch.setattr(_cuda_runtime, "_open_kernel", lambda device: None)
     start = TorchStream.start_transfer
 
@@ -254,7 +255,7 @@ def copies_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TorchStream, "start_transfer", start_transfer)
 
 
-# BLHNC: the layers of a block are one range of bytes, so a chunk is few copies.
+# BLHNC: the layers of a block are one range of bytes, so a chunk needs few copies.
 @pytest.mark.parametrize(
     ("order", "layout", "model", "more"),
     [
@@ -277,7 +278,7 @@ def test_tokens_survive_everything(
     with engine(order, model.path, settings(tmp_path) | LOADED_WITHIN_STEPS, more) as it:
         assert it._llm.llm_engine.vllm_config.cache_config.kv_cache_layout == layout
         it.tell({**FIRST, **HOST_MEMORY, **ABORTED, **REFUSED}, model.answers)
-        if more is not WITH_WINDOWS:  # prompts need more blocks than what follows; no load is expedited
+        if more is not WITH_WINDOWS:  # a prompt needs more blocks than its answer; no load is expedited
             assert it.counts()["preempted"]
             assert CopyQueue.EXPEDITED in {thread.name for thread in threading.enumerate()}
         it.settle({})

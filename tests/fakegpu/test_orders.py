@@ -1,4 +1,5 @@
-"""The CUDA backend in every order of work that CUDA allows, and faults of order that have to show."""
+"""The CUDA backend in every order of work that CUDA allows, and ordering faults that the tests must
+detect."""
 
 from __future__ import annotations
 
@@ -56,14 +57,14 @@ def machine(order: str, stream: torch.cuda.Stream) -> Iterator[Rig]:
 
 
 def overwrite(it: Rig, block: int, value: int) -> None:
-    """Compute a block on the device, and write it in the model."""
+    """Compute a block on the device, and write the same bytes into the model."""
     it.caches.tensors[0][block].fill_(value)
     it.model.rows[0][block][:512] = bytes([value]) * 512
 
 
 def tell_story(it: Rig) -> None:
-    """Store what a graph computes; then load it into a block that is zeroed; compute the first one anew."""
-    with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):  # as vLLM's decode steps
+    """Store a graph's results; load them into a zeroed block; then recompute the first block."""
+    with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):  # as in vLLM's decode steps
         overwrite(it, 5, 17)
         overwrite(it, 7, 17)
     graph.replay()
@@ -76,7 +77,7 @@ def tell_story(it: Rig) -> None:
 
 
 def without_wait(queue: CopyQueue) -> Plant:
-    """Return what has one queue's stream not wait for the work that was enqueued before."""
+    """Return a fault: one queue's stream does not wait for the work enqueued before."""
 
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
         opened = TorchRuntime.open_stream
@@ -94,7 +95,7 @@ def without_wait(queue: CopyQueue) -> Plant:
 
 
 def events_reused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Record the events of a transfer again, on a stream that has nothing to do."""
+    """Record the events of a transfer again, on an idle stream."""
     start: Any = TorchStream.start_transfer
 
     def start_transfer(self: TorchStream, after: Any, plan: CopyPlan) -> Any:
@@ -115,12 +116,12 @@ def end_in_front(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sources_at_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a batch read its sources before the work in front of it."""
+    """Let a batch read its sources before the preceding work."""
     monkeypatch.setattr(cuda, "_IN_STREAM_ORDER", 3)  # cudaMemcpySrcAccessOrderAny
 
 
 def reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Report each transfer when its copies were enqueued."""
+    """Report each transfer as soon as its copies are enqueued."""
     monkeypatch.setattr(_queues, "_wait_for", lambda transfer: 0.0)
 
 

@@ -10,7 +10,7 @@ import atheris
 with atheris.instrument_imports(include=["kvtier"]):
     from tests.fuzz.parsers import PARSERS
 
-logging.disable()  # each input that is refused is told
+logging.disable()  # prints each rejected input
 name = sys.argv.pop(1)
 atheris.Setup(sys.argv, PARSERS[name])
 atheris.Fuzz()

@@ -1,9 +1,9 @@
-"""Every parser of bytes from outside, each as a function of bytes that fails where the parser does.
+"""Every parser of external bytes, each as a function of bytes that fails if the parser does.
 
-Such a function returns where the bytes were refused in the documented way, or accepted and sound. It raises
-for anything else: another exception, damaged data taken as sound, two implementations that disagree. Random
-edits do not survive a checksum, so bytes behind one are tried twice: as they are, and with the checksum
-made right.
+Such a function returns if the parser rejected the bytes in the documented way, or accepted sound bytes. It
+raises for anything else: another exception, damaged data accepted as sound, two implementations that
+disagree. Random edits do not survive a checksum, so bytes after one are tried twice: unchanged, and with a
+corrected checksum.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ CORPUS = Path(__file__).parent / "corpus"
 
 IDENTITY = Identity.make("model", {"dtype": "float16", "groups": [{"block": 16}], "layers": 2})
 DIGEST = IDENTITY.short_digest
-KEY = pack_key(b"a" * 64, 1)  # as long as one may be
+KEY = pack_key(b"a" * 64, 1)  # the maximum length
 CHUNK_BYTES = layout.BLOCK_BYTES
 PAYLOAD = bytes(range(256)) * (CHUNK_BYTES // 256)
 TRAILER = seal.seal(KEY, memoryview(PAYLOAD), DIGEST)
 
-_MOST_CHARACTERS = 10_000  # of a message, whatever was found
+_MOST_CHARACTERS = 10_000  # of a message, regardless of the input
 _DISK = FileSystem(total=1 << 40, used=1 << 20, free=(1 << 40) - (1 << 20))
 _FOUND = {
     Result.OK: Integrity.SOUND,
@@ -59,7 +59,7 @@ _FOUND = {
 
 
 def _with_checksum(trailer: bytes) -> bytes:
-    """Make a trailer's own checksum right, whatever it says."""
+    """Correct a trailer's own checksum, whatever the trailer holds."""
     body = trailer.ljust(seal.TRAILER_BYTES, b"\0")[: seal.TRAILER_BYTES - 4]
     return body + crc32c.crc32c(body).to_bytes(4, "little")
 
@@ -75,7 +75,7 @@ def trailer(data: bytes) -> None:
 
 
 def chunk_file(data: bytes) -> None:
-    """Engines and tools read a chunk's file alike, and never find other bytes sound.
+    """Engines and tools read a chunk's file alike, and never accept other bytes as sound.
 
     The first byte: bit 0, whether the trailer's own checksum is corrected; bit 1, whether the file ends
     early. Then follow 128 bytes of trailer, and the first bytes of the payload.
@@ -127,7 +127,7 @@ def manifest(data: bytes) -> None:
 
 
 def epoch(data: bytes) -> None:
-    """An epoch that cannot be read is replaced by one above all traces; tools and engines agree."""
+    """An unreadable epoch is replaced by one above all traces; tools and engines agree."""
     with _home() as home:
         (home / "epoch").write_bytes(data)
         (home / layout.MANIFEST).write_text(IDENTITY.manifest)
@@ -143,7 +143,7 @@ def epoch(data: bytes) -> None:
 
 
 def quota_ledger(data: bytes) -> None:
-    """An unreadable ledger is replaced; numbers from a readable one can be added up."""
+    """An unreadable ledger is replaced; a readable ledger's numbers can be added up."""
     body = data.partition(b"\n")[0].partition(b" ")[2]
     for text in (data, b"%08x %s\n" % (crc32c.crc32c(body), body)):
         with _home() as home, _opened(home) as root_fd:
@@ -159,7 +159,7 @@ def quota_ledger(data: bytes) -> None:
 
 
 def frames(data: bytes) -> None:
-    """A stream is cut into the same frames however it arrives, and one that is too long is refused."""
+    """A stream is cut into the same frames however it arrives, and an oversized frame is refused."""
     assert _frames([data]) == _frames([data[at : at + 1] for at in range(len(data))])
 
 
@@ -174,7 +174,7 @@ def _frames(pieces: list[bytes]) -> tuple[list[bytes], bool]:
 
 
 def _messages(decoder: Decoder[Any], data: bytes) -> None:
-    """A frame is refused, or it is understood, and the same once it is sent again."""
+    """A frame is refused, or it is parsed and survives a round trip."""
     try:
         found = wire.unpack(decoder, data)
     except wire.WireError:

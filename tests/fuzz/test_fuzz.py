@@ -1,4 +1,4 @@
-"""Parsers refuse malformed bytes and do nothing else: the corpus, and a few random edits of it.
+"""Parsers reject malformed bytes and do nothing else: the corpus, and a few random edits of it.
 
 ``nox -s fuzz`` searches for new inputs, guided by coverage. Inputs that fail go into ``corpus/<parser>/``.
 """
@@ -28,7 +28,7 @@ def test_corpus_is_safe(path: Path) -> None:
 
 @st.composite
 def edited(draw: st.DrawFn, whole: list[bytes]) -> bytes:
-    """Draw one of some inputs with a few pieces replaced, left out, put in or doubled."""
+    """Draw an input with a few pieces replaced, removed, inserted or doubled."""
     data = draw(st.sampled_from(whole))
     for _ in range(draw(st.integers(0, 4))):
         start = draw(st.integers(0, len(data)))
@@ -68,7 +68,7 @@ def test_huge_manifests_are_safe(text: str) -> None:
 
 
 def test_sound_input_is_accepted() -> None:
-    """Else everything might be refused, and the tests above would show nothing."""
+    """If parsers rejected everything, the tests above would show nothing."""
     parsers.IDENTITY.require(parsers.IDENTITY.manifest, "here")
     payload, key = memoryview(parsers.PAYLOAD), parsers.KEY
     assert seal.check(parsers.TRAILER, key, payload, parsers.DIGEST) is Integrity.SOUND

@@ -1,8 +1,8 @@
 """Many conversations over host memory, with room for few on the device: `python -m tests.gpu.conversations`.
 
 One engine after the other: without a connector, with kvtier, with vLLM's own tiering. In each turn all
-conversations are sent at once. The history of each comes from host memory, or is computed again. On the CPU,
-``--model tiny --conversations 6 --tokens 300 --host-gib 0.05`` shows that it works.
+conversations are sent at once. The history of each comes from host memory, or is computed again. A trial on
+the CPU: ``--model tiny --conversations 6 --tokens 300 --host-gib 0.05``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvtier_bench.engine.compared import (
 from tests.gpu.first_token import ON_GPU, SPECS, await_pinned
 
 TURNS, NEW_TOKENS, OUTPUT_TOKENS = 4, 96, 32
-AT_ONCE = 16  # requests that the engine runs together
+AT_ONCE = 16  # maximum number of requests in the engine's batch
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Conversations:
 
     Attributes:
         ready_s: seconds until the engine was started.
-        pinned_s: seconds from then on until all host memory was page-locked.
+        pinned_s: seconds from then until all host memory was page-locked.
         first_s: seconds of the first turn, which computes everything.
         turn_s: seconds of a later turn, median.
-        cached: tokens of the later turns that were not computed, of all.
+        cached: tokens of the later turns that were not computed, out of all their prompt tokens.
         stop_s: seconds of the engine's shutdown.
     """
 
@@ -56,7 +56,7 @@ class Conversations:
 
 
 def measure(folder: Path, system: str, args: argparse.Namespace) -> Conversations:
-    """Start the engine of one system, hold the conversations, and stop it."""
+    """Start the engine of one system, run the conversations, and stop it."""
     longest = args.tokens + TURNS * (NEW_TOKENS + OUTPUT_TOKENS)
     host_bytes = int(args.host_gib * 2**30)
     settings = SPECS[system] and {
@@ -93,7 +93,7 @@ def measure(folder: Path, system: str, args: argparse.Namespace) -> Conversation
 
 
 def hold(engine: Engine, count: int, tokens: int) -> Iterator[tuple[float, int, int]]:
-    """Hold the conversations; yield the seconds of each turn, its cached tokens and its prompts' tokens."""
+    """Run the conversations; yield the seconds of each turn, its cached tokens and its prompts' tokens."""
     histories: Sequence[list[int]] = [
         make_prompt(f"conversation {number}", tokens) for number in range(count)
     ]

@@ -1,9 +1,10 @@
-"""Time to the first token of vLLM by where the prefix is: ``python -m tests.gpu.first_token``.
+"""vLLM's time to the first token, by the place of the prefix: ``python -m tests.gpu.first_token``.
 
 One engine after the other: without a connector, with kvtier, with vLLM's own tiering. Each prompt is
 computed, then comes from host memory, after the engine has forgotten its own cache, then from the device.
-At the end other prompts fill the host memory, and the first prompts come from files, after the kernel was
-asked to forget them. On the CPU, ``--model tiny --tokens 256 700 --host-gib 0.02`` shows that it works.
+At the end other prompts fill the host memory, and the first prompts come from files, after a request to the
+kernel to drop them from its page cache. A trial on the CPU: ``--model tiny --tokens 256 700 --host-gib
+0.02``.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ ON_GPU = {
     "block_size": 16,
     "gpu_memory_utilization": 0.5,
     "enforce_eager": False,
-    # Graphs of whole steps, without minutes of compiling.
+    # Graphs of whole steps avoid minutes of compilation.
     "compilation_config": {
         "mode": 0,
         "cudagraph_mode": "FULL",
@@ -62,10 +63,10 @@ class FirstToken:
     """Time to the first token of a prompt, median of the repeats.
 
     Attributes:
-        place: where the prefix was, one of ``PLACES``.
+        place: the place of the prefix, one of ``PLACES``.
         cached: tokens of the prompt that were not computed.
-        speed_up: how many times faster it came than computed, by the same engine.
-        identical: whether all answers had the tokens that the engine gave when it computed them.
+        speed_up: factor over the same engine's computed prompt.
+        identical: whether all answers equal the same engine's computed ones.
     """
 
     system: str
@@ -79,7 +80,7 @@ class FirstToken:
 
 @dataclass(frozen=True)
 class Asked:
-    """One prompt, asked once."""
+    """One prompt, sent once."""
 
     ttft_s: float
     cached: int
@@ -87,7 +88,7 @@ class Asked:
 
 
 class Prompts:
-    """The prompts of one engine, and what it answered, by number of tokens and place."""
+    """The prompts of one engine, and its answers, by number of tokens and place."""
 
     def __init__(self, engine: Engine, tokens: Sequence[int], repeats: int) -> None:
         self.asked: dict[tuple[int, str], list[Asked]] = defaultdict(list)
@@ -95,7 +96,7 @@ class Prompts:
         self._all = [(length, number) for length in tokens for number in range(repeats)]
 
     def warm_up(self) -> None:
-        """Have each length asked twice: kernels are compiled and tuned at their first use."""
+        """Send a prompt of each length twice: the first use compiles and tunes kernels."""
         for length in dict.fromkeys(length for length, _ in self._all):
             for _ in range(2):
                 self._ask(make_prompt(f"warm {length}", length))
@@ -103,7 +104,7 @@ class Prompts:
                 self._forget()
 
     def compute_and_repeat(self, *, has_host_memory: bool) -> None:
-        """Have each prompt computed, then repeated from host memory and from the device."""
+        """Compute each prompt, then repeat it from host memory and from the device."""
         for it in self._all:
             self._forget()
             self._note(it, "computed")
@@ -114,7 +115,7 @@ class Prompts:
             self._note(it, "device")
 
     def read_files(self, folder: Path, fillers: int) -> None:
-        """Have other prompts fill the host memory, and the first ones repeated from files."""
+        """Fill the host memory with other prompts, and repeat the first ones from files."""
         longest = max(length for length, _ in self._all)
         for number in range(fillers):
             self._ask(make_prompt(f"filler {number}", longest))
@@ -136,7 +137,7 @@ class Prompts:
 
 
 def await_pinned(engine: Engine, host_bytes: int) -> None:
-    """Wait until all host memory of kvtier is page-locked, if it has begun to lock it: on a GPU."""
+    """Wait until kvtier's host memory is page-locked, if locking has begun: only on a GPU."""
     while 0 < _pinned(engine) < host_bytes:
         engine.ask("settle")
 
@@ -175,7 +176,7 @@ def measure(model: Path, size: str, folder: Path, args: argparse.Namespace) -> I
         settings = spec and {
             **spec,
             "cpu_bytes_to_use": host_bytes,
-            "eviction_policy": "lru",  # others keep what was hit once
+            "eviction_policy": "lru",  # other policies keep chunks that were hit once
             "secondary_tiers": [{"type": "fs", "root_dir": str(files)}],
         }
         variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not args.in_process))}

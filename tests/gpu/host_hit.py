@@ -1,4 +1,4 @@
-"""Where does the time of a hit in host memory go? ``python -m tests.gpu.host_hit kvtier``.
+"""Break down the time of a hit in host memory: ``python -m tests.gpu.host_hit kvtier``.
 
 The engine runs in this process. The calls of ``TRACED`` are timed from the request on to the first token.
 """
@@ -73,7 +73,7 @@ class Tracer:
         setattr(owner, name, timed)
 
     def take(self, begun: float) -> list[Call]:
-        """Return the calls since ``begun``, in the order of their starts, and forget them."""
+        """Return the calls since ``begun``, in the order of their starts, and clear them."""
         calls, self._calls = self._calls, []
         return [
             Call((at - begun) * 1e3, took * 1e3, *rest) for at, took, *rest in sorted(calls) if at >= begun
@@ -83,7 +83,7 @@ class Tracer:
 def hits(engine: process.Engine, tracer: Tracer, tokens: int) -> Iterator[dict[str, Any]]:
     """Yield the time to the first token of each repeated hit, and the calls until then."""
     order = {"prompts": [make_prompt(f"hit {tokens}", tokens)], "output_tokens": 2}
-    for number in range(REPEATS + 2):  # computed, then a first hit that does not count
+    for number in range(REPEATS + 2):  # computed, then a first hit that is not measured
         process.forget(engine._llm)
         engine.settle({})
         tracer.take(0)

@@ -2,7 +2,7 @@
 
 Nothing is downloaded: the environment must have torch for the GPU, and kvtier, kvtier-testing and
 kvtier-bench from this tree. Steps whose other needs are missing are skipped by name. The figures go into one
-JSON document; ``--docs`` makes the tables of docs/devices.md from it, of the steps that it has. A table there
+JSON document; ``--docs`` writes the document's steps into the tables of docs/devices.md. A table there
 begins with ``<!-- gpu: STEP -->``.
 """
 
@@ -43,10 +43,10 @@ class Step:
     """One command, and how to read its output.
 
     Attributes:
-        needs: modules and programs that it needs; without them it is skipped.
-        limit_s: seconds after which it counts as hung.
-        read: makes the figures of the document from the output.
-        gib: GiB of device memory that it needs; with less it is skipped.
+        needs: required modules and programs; without them the step is skipped.
+        limit_s: seconds after which the step counts as hung.
+        read: extracts the document's figures from the output.
+        gib: required GiB of device memory; with less the step is skipped.
     """
 
     name: str
@@ -104,12 +104,12 @@ def counts(text: str) -> dict[str, int]:
 
 
 def first_tokens(text: str) -> dict[str, float]:
-    """Return the seconds to the first token, by where the KV came from."""
+    """Return the seconds to the first token, by the place of the KV."""
     return {name.strip(): float(s) for name, s in re.findall(r"^(\S[\w ]+?) +(\d+\.\d+)", text, re.MULTILINE)}
 
 
 def run(step: Step) -> dict[str, Any]:
-    """Run a step; return its result, or why there is none."""
+    """Run a step; return its result, or the reason for its absence."""
     missing = [name for name in step.needs if not (importlib.util.find_spec(name) or shutil.which(name))]
     if missing:
         return {"skipped": f"{', '.join(missing)} not found"}
@@ -124,7 +124,7 @@ def run(step: Step) -> dict[str, Any]:
             printed, errors = process.communicate(timeout=step.limit_s)
         except subprocess.TimeoutExpired:
             problem = f"hung: not over after {step.limit_s:g} s"
-            os.killpg(process.pid, signal.SIGKILL)  # its children, too, which hold the pipes
+            os.killpg(process.pid, signal.SIGKILL)  # and its children, which hold the pipes
             printed, errors = process.communicate()
     ended = {"seconds": round(time.monotonic() - began_s, 1)}
     if problem or process.returncode:
@@ -139,7 +139,7 @@ def _memory_gib() -> int:
 
 
 def with_figures(page: str, found: dict[str, Any]) -> str:
-    """Return the page with the tables of the steps that have a result, or failed."""
+    """Return the page with new tables for the steps that have a result, or failed."""
     machine = f"{found['machine']['device']}; a machine with {found['machine']['cores']} processor cores."
     texts = {"machine": [machine]}
     ran = {name: it for name, it in found.items() if name != "machine" and "skipped" not in it}
@@ -160,7 +160,7 @@ def with_figures(page: str, found: dict[str, Any]) -> str:
 
 
 def outcome(it: dict[str, Any]) -> str:
-    """Return how a step ended: counts of tests, the seconds it took, or why there are no figures."""
+    """Return a step's outcome: counts of tests, its seconds, or the reason why there are no figures."""
     if "failed" in it:
         return f"failed: {it['failed']}"
     counted = [
@@ -170,7 +170,7 @@ def outcome(it: dict[str, Any]) -> str:
 
 
 def _copies(result: dict[str, Any]) -> list[str]:
-    """Return the tables of copies by page size, and of the computing lost beside them."""
+    """Return the tables of copies by page size, and of the compute throughput lost meanwhile."""
     rows, losses = (
         [],
         {(it["page_kib"], it["way"], it["work"]): it["percent"] for it in result["ComputeLoss"]},
@@ -262,7 +262,7 @@ def _stress(result: dict[str, Any]) -> list[str]:
 
 
 def _versus(result: dict[str, Any]) -> list[str]:
-    """Return the table of ``kvtier bench versus``, with the rows in which kvtier is behind."""
+    """Return the table of ``kvtier bench versus``, including the rows in which kvtier is behind."""
     rows = (
         [it["measure"], it["system"], f"{it['value']:,.4g}", f"{it['ratio']:.2f}" if it["ratio"] else ""]
         for it in result["Speed"]

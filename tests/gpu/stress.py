@@ -1,11 +1,10 @@
-"""Do all tokens stay right under pressure? ``python -m tests.gpu.stress``; the exit status is 1 if not.
+"""Check that all tokens stay right under pressure: ``python -m tests.gpu.stress``; exit status 1 if not.
 
-Requests with shared prefixes come at once, three times. The device has no room for all of them, so vLLM
-preempts. Host memory has no room for all, so chunks come from files. Then a new engine runs on the same
-files.
+Requests with shared prefixes arrive at once, three times. The device has no room for all of them, so vLLM
+preempts. Host memory has no room for all, so chunks come from files. Then a new engine reads the same files.
 
-Batches of another shape round differently, and an engine without a connector differs from itself by that.
-So an answer may differ from the control's at a near tie alone: the control gave the other token nearly the
+Batches of another shape round differently, so even an engine without a connector differs from itself.
+So an answer may differ from the control's only at a near tie: the control gave the other token nearly the
 same probability. Later tokens of that answer are not compared.
 """
 
@@ -39,7 +38,7 @@ ROOT = Path(__file__).parents[2]
 ROUNDS = 3
 OUTPUT_TOKENS = 96
 ALTERNATIVES = 5
-NEAR_TIE = {"float32": 0.02, "bfloat16": 0.25}  # of log-probabilities; a wrong prefix differs by several
+NEAR_TIE = {"float32": 0.02, "bfloat16": 0.25}  # of log-probabilities; a wrong prefix causes a gap of several
 ARGUMENTS = {"max_model_len": 2048, "max_num_seqs": 32, "gpu_memory_utilization": 0.15}
 
 Step = Mapping[str, float]
@@ -48,10 +47,10 @@ Step = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Compared:
-    """Answers of one round beside the control's.
+    """Comparison of one round's answers with the control's.
 
     Attributes:
-        differ: answers that differ.
+        differ: number of answers that differ.
         gap: greatest difference of the control's log-probabilities where an answer first differs; infinite
             if its token was not among the control's likeliest.
     """
@@ -98,7 +97,7 @@ def compare(
 
 
 def make_rounds(requests: int) -> list[list[list[int]]]:
-    """Return the prompts of each round: the same in another order, two thirds with shared prefixes."""
+    """Return the prompts of each round: the same ones in another order, two thirds with shared prefixes."""
     generator = random.Random(7)
     shared = [make_prompt(f"shared {number}", 600) for number in range(4)]
     prompts = []
@@ -119,7 +118,7 @@ class Stress:
         self._dtype = args.dtype
 
     def run(self) -> tuple[list[Compared], dict[str, Any]]:
-        """Return what differed, and counts of the engines."""
+        """Return the differences, and counts of the engines."""
         counts: dict[str, Any] = {}
         with self._engine("control", None) as engine:
             arguments = {"prompts": self._rounds[0]}
@@ -137,7 +136,7 @@ class Stress:
         return compared, counts
 
     def _engine(self, name: str, settings: Settings | None) -> Engine:
-        """Return an engine that is ready."""
+        """Return a ready engine."""
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         engine = Engine(name, self._folder, variables={"PYTHONPATH": path})
         engine.ask("load", START_S)
@@ -179,7 +178,7 @@ def _counts(engine: Engine) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print one JSON document; exit with status 1 if a token is wrong, or a tier gave nothing."""
+    """Print one JSON document; exit with status 1 if a token is wrong, or no chunk came from a tier."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtype", choices=tuple(NEAR_TIE), default="float32")
     parser.add_argument("--size", choices=("tiny", "small"), default="small")

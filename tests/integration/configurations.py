@@ -1,4 +1,4 @@
-"""Real configurations of engines, made as an engine makes them, without starting one."""
+"""Real engine configurations, built as an engine builds them, without starting one."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def configure(model: Path, extra: Mapping[str, Any] | None = None, **arguments: 
 
 
 def engine_of(config: VllmConfig) -> EngineContext:
-    """Return what a spec sees of an engine with this configuration, whose layers are all alike."""
+    """Return what a spec sees of an engine with this configuration, whose layers all have the same layout."""
     spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32)
     layers = [f"layers.{number}" for number in range(LAYERS)]
     page = spec.page_size_bytes
@@ -105,7 +105,7 @@ def engine_of(config: VllmConfig) -> EngineContext:
 
 
 def identity_of(config: VllmConfig, namespace: str = "", page_format: int = 1, **settings: Any) -> Identity:
-    """Return the identity of the cache of an engine with this configuration, such pages and settings."""
+    """Return the identity of the cache of an engine with this configuration, page layout and settings."""
     engine = engine_of(config)
     offloading = build_offloading_config(config, engine.kv_cache_config)
     ours = TieringConfig(cpu_bytes_to_use=1, namespace=namespace, **settings)

@@ -1,4 +1,4 @@
-"""Real engines on the CPU, and tiny models made on the spot."""
+"""Real engines on the CPU, and tiny models made for each test run."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ LLAMA = dict(MODELS["tiny"])
 
 
 def from_vllm(release: tuple[int, int], why: str) -> pytest.MarkDecorator:
-    """Skip on older releases of vLLM, which cannot do what the test asks of them, with or without kvtier."""
+    """Skip on older releases of vLLM that lack a feature the test needs, with or without kvtier."""
     older = importlib.util.find_spec("vllm") is not None and vllm_release() < release
     return pytest.mark.skipif(older, reason=f"vLLM before {release[0]}.{release[1]} {why}")
 
 
 def in_full(*values: Any) -> ParameterSet:
-    """Return parameters of a test that not every commit runs."""
+    """Return test parameters that run on some commits only."""
     return pytest.param(*values, marks=pytest.mark.full)
 
 
@@ -43,7 +43,7 @@ Ask = Callable[..., list[Tokens]]
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Mark what is in this folder."""
+    """Mark the tests in this folder."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.integration)
@@ -62,7 +62,8 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
 
 @pytest.fixture(autouse=True)
 def _show_what_engines_said(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Print what a test's engines have logged and counted, vLLM's own lines aside; seen where it fails."""
+    """Print the logs and metrics of a test's engines, without vLLM's own lines; pytest shows them if it
+    fails."""
     if "launcher" not in request.fixturenames:
         yield
         return
@@ -76,7 +77,7 @@ def _show_what_engines_said(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def make_llama(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Make a tiny Llama-style model: in its own directory, or in the one that is given."""
+    """Make a tiny Llama-style model in the given directory, or in one of its own."""
 
     def make(directory: Path | None = None, seed: int = 1, **fields: Any) -> Path:
         directory = directory or tmp_path_factory.mktemp("models") / "tiny"

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def add_eagle_head(llm: Any, directory: str, source: str) -> dict[str, Any]:
-    """Make an EAGLE head out of a Llama model of one layer: it reads hidden states of the target, too."""
+    """Make an EAGLE head from a one-layer Llama model; it also reads hidden states of the target."""
     import torch
     from safetensors.torch import load_file, save_file
 

@@ -1,4 +1,4 @@
-"""Copies that fail when they are told to, in the process of an engine and in its workers."""
+"""Copies that fail on request, in the process of an engine and in its workers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FILE = "KVTIER_TEST_FAULTS"
 
 
 def install(llm: Any, file: str) -> dict[str, Any]:
-    """Make ``fail`` possible for the engine that is started next. Called in its process, as ``fail`` is."""
+    """Make ``fail`` work for the engine that starts next. Runs in the engine's process, as ``fail`` does."""
     Faults(file).install()
     return {}
 
@@ -32,7 +32,7 @@ def fail(llm: Any, **counts: int) -> dict[str, Any]:
 
 
 def copies_after(llm: Any, prompt: list[int], ends: str) -> dict[str, Any]:
-    """Return how many copies are in flight after a prompt whose stores do not end, and after they had to.
+    """Return how many copies are in flight while a prompt's stores hang, and after the engine has waited.
 
     Args:
         llm: the engine; its worker is in this process.
@@ -77,18 +77,18 @@ class Faults:
             self._left = memoryview(mmap.mmap(file.fileno(), mmap.PAGESIZE)).cast("q")
 
     def install(self) -> None:
-        """Have every engine for the CPU that is made from now on in this process ask for faults."""
+        """Inject faults into every CPU device that this process creates from now on."""
         from kvtier._device.backends import cpu
 
         for name in ("copy_batch", "copy_each"):
             setattr(cpu, name, partial(self._copy, getattr(cpu, name)))
 
     def set(self, *, stores: int = 0, loads: int = 0, rank: int = -1, held: int = 0) -> None:
-        """Let the next attempts of each kind fail half-way: their number, or all if it is negative.
+        """Make the next ``stores`` and ``loads`` attempts fail half-way; negative: all of them.
 
         Args:
             rank: the worker whose copies fail; negative for any.
-            held: whether copies do not go on before the next call.
+            held: whether copies pause until the next call.
         """
         for index, number in enumerate((stores, loads, rank, held)):
             self._left[index] = number

@@ -1,4 +1,4 @@
-"""Tiers whose backends are made slow, hang, fail, be damaged, go away and fill up, and are well again.
+"""Tiers with faulty backends: slow, hanging, failing, corrupting, vanishing or full, and then well again.
 
 Nothing in kvtier takes part in a fault. Those of the file tier happen in its system calls, by a library that
 its process preloads (``trouble.c``); a third party's tier, which does nothing about faults, makes its own.
@@ -54,15 +54,15 @@ class Backend(ABC):
 
     @abstractmethod
     def begin(self, fault: str) -> None:
-        """Begin a fault, or go on with it."""
+        """Start a fault, or continue it."""
 
     @abstractmethod
     def come_back(self) -> None:
-        """End whatever fault there is."""
+        """End the current fault, if any."""
 
 
 class Files(Backend):
-    """The file tier, in its own process; its files are on a file system in memory, which is bounded."""
+    """The file tier, in its own process; its files are on a bounded in-memory file system."""
 
     tier = "fs"
     counted = {
@@ -73,8 +73,8 @@ class Files(Backend):
         "vanish": {"enotconn"},
         "fill up": {"enospc", "min_free", "max_bytes", "full"},
     }
-    # Words of the library: the device, a delay in microseconds, whether calls hang, the number of an error,
-    # whether what is read is damaged.
+    # Words of the library's control file: the device, a delay in microseconds, whether calls hang, an errno,
+    # whether reads return damaged bytes.
     _WORDS: ClassVar[Mapping[str, Mapping[int, int]]] = {
         "slow": {1: 10_000},
         "hang": {2: 1},
@@ -142,7 +142,8 @@ class Files(Backend):
 
 
 class InEngine(Files):
-    """The file tier in a thread of the engine's own process; the other rows have a process for the tiers."""
+    """The file tier in a thread of the engine's own process; in the other rows tiers have a process of their
+    own."""
 
     more: ClassVar[Mapping[str, Any]] = {"isolation": "thread"}
 
@@ -154,7 +155,7 @@ class InEngine(Files):
 
 
 def _built(directory: Path) -> str:
-    """Return the library that is preloaded."""
+    """Build and return the preloaded library."""
     if (compiler := shutil.which("gcc") or shutil.which("cc")) is None:
         absent("there is no C compiler")
     library = directory / "trouble.so"
@@ -170,7 +171,7 @@ def _unmount(point: Path) -> None:
 
 
 class Plain(Backend):
-    """A third party's tier, which does nothing about faults."""
+    """A third party's tier, which handles no faults itself."""
 
     tier = "plain"
     counted = {

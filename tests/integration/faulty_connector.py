@@ -1,4 +1,4 @@
-"""KVTierConnector for workers in separate processes: each that imports it has faulty copies."""
+"""KVTierConnector for workers in separate processes: copies fail in each process that imports it."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ import traceback
 from kvtier_bench.engine.process import Engine, die_with_parent, serve
 
 STACKS = signal.SIGUSR2
-"""Has a child write its threads' stacks to its log."""
+"""Makes a child write its threads' stacks to its log."""
 
 _MAX_REQUEST_BYTES = 1 << 16
 
@@ -31,8 +31,8 @@ def main() -> None:
     """Fork a child for each request until the other end hangs up."""
     die_with_parent()
     Engine().load({})
-    gc.freeze()  # vLLM collects garbage four times in each engine's life: two seconds, of the imports alone
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the children are reaped by the kernel
+    gc.freeze()  # vLLM collects garbage four times per engine; the imports alone cost two seconds
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
     requests = socket.socket(fileno=os.dup(0))
     requests.sendall(b"ready\n")
     while True:

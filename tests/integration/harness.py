@@ -1,4 +1,4 @@
-"""Engines for the tests: each in its own process, asked over a socket, with a deadline on each wait.
+"""Engines for the tests, each in its own process behind a socket, with a deadline on each wait.
 
 ``Launcher`` starts the process that engines are forked from, ``Engine`` is one of them.
 """
@@ -67,7 +67,7 @@ Config = Mapping[str, Any]
 def vllm_release() -> tuple[int, int]:
     """Return major and minor of the first vLLM on the path, without importing it.
 
-    Tests learn versions only here; the callers say what a release lacks.
+    Tests read versions only here; the callers state what a release lacks.
     """
     spec = importlib.util.find_spec("vllm")
     assert spec is not None
@@ -79,13 +79,14 @@ def vllm_release() -> tuple[int, int]:
 
 
 def prompt(seed: int, tokens: int = PROMPT_TOKENS, shared: Sequence[int] = ()) -> Tokens:
-    """Make the token ids of a prompt, which begins with ``shared``; else different seeds share nothing."""
+    """Make the token ids of a prompt that begins with ``shared``; without it, different seeds share no
+    prefix."""
     return make_prompt(seed, tokens, shared)
 
 
 def batches(chance: random.Random) -> Iterator[list[Tokens]]:
-    """Yield batches of up to six prompts without end: new ones that share beginnings of any length, and such
-    as were asked before, or the beginnings of those. None is longer than 900 tokens."""
+    """Yield batches of up to six prompts forever: new prompts with shared prefixes of any length, repeated
+    prompts, and prefixes of those. No prompt is longer than 900 tokens."""
     stems: list[Tokens] = []
     asked: deque[Tokens] = deque(maxlen=40)
     while True:
@@ -137,12 +138,12 @@ class Metrics:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is pinned and nothing is being filled: each slot is free or holds a chunk."""
+        """Whether each slot is free or holds a chunk: nothing is pinned or being filled."""
         return self.value("kvtier_slots") > 0 and self.value("vllm:kv_offload_cpu_cache_usage_perc") == 0.0
 
     @property
     def declared(self) -> set[str]:
-        """The names of all metrics, those included that have no sample yet."""
+        """The names of all metrics, including those without a sample."""
         return {name for name, labels, _ in self.samples if not labels}
 
 
@@ -295,7 +296,7 @@ class Engine(EngineChannel):
     # --- asking ----------------------------------------------------------------------------------
 
     def call(self, function: str, *, module: str = TRAFFIC, **arguments: Any) -> dict[str, Any]:
-        """Call a function of the tests in the engine's process; return what it answers."""
+        """Call a function of the tests in the engine's process; return its result."""
         return self.ask("call", module=module, function=function, arguments=arguments)
 
     def generate(
@@ -306,7 +307,7 @@ class Engine(EngineChannel):
         salt: str | None = None,
         kv_transfer_params: Config | None = None,
     ) -> list[Tokens]:
-        """Return what the model says to each prompt, sent one after the other or all at once."""
+        """Return the model's answer to each prompt; prompts are sent one by one or all at once."""
         answer = self.ask(
             "generate",
             prompts=prompts,
@@ -319,7 +320,7 @@ class Engine(EngineChannel):
         return answers
 
     def served(self, *prompts: Sequence[int], **how: Any) -> tuple[list[Tokens], dict[str, int]]:
-        """Return what the model says, and how many chunks were loaded for it, by tier. See ``generate``."""
+        """Return the model's answers, and how many chunks were loaded for them, by tier. See ``generate``."""
         before = self.settled().loaded()
         answers = self.generate(*prompts, **how)
         after = self.settled().loaded()
@@ -327,11 +328,11 @@ class Engine(EngineChannel):
         return answers, {tier: count for tier, count in loaded.items() if count}
 
     def sleep(self, level: int = 1, weights: Path | None = None) -> None:
-        """Go to sleep and wake up again, with other weights where some are given."""
+        """Sleep and wake up again, with other weights if some are given."""
         self.call("sleep", level=level, weights=None if weights is None else str(weights))
 
     def metrics(self) -> Metrics:
-        """Return the metrics as they are."""
+        """Return the current metrics."""
         self.last = Metrics([tuple(sample) for sample in self.ask("metrics")["samples"]])
         return self.last
 
@@ -361,7 +362,7 @@ class Engine(EngineChannel):
         self.until(lambda metrics: metrics.value("kvtier_tier_up", tier=tier) == 1, f"tier {tier} is up")
 
     def until_open(self, tier: str) -> None:
-        """Keep the engine stepping until a tier is open, and has said how much it may keep."""
+        """Keep the engine stepping until a tier is open and has reported its quota."""
         up, capacity = "kvtier_tier_up", "kvtier_tier_capacity_bytes"
         self.until(
             lambda metrics: metrics.value(up, tier=tier) == 1 and metrics.value(capacity, tier=tier) > 0,
@@ -369,22 +370,22 @@ class Engine(EngineChannel):
         )
 
     def reset(self, *, connector: bool = True) -> None:
-        """Forget what is cached on the device, and where asked for, everywhere else."""
+        """Clear the device's prefix cache, and all tiers if ``connector`` is set."""
         assert self.call("reset", connector=connector)["done"]
 
     def fail_copies(self, **attempts: int) -> None:
-        """Let the next attempts of copies fail. See ``faults.Faults.set``."""
+        """Make the next copy attempts fail. See ``faults.Faults.set``."""
         self.call("fail", module=FAULTS, **attempts)
 
     # --- looking ---------------------------------------------------------------------------------
 
     def log(self) -> str:
-        """Return what the engine has logged."""
+        """Return the engine's log."""
         return self._log.read_text(errors="replace")
 
     @property
     def regions(self) -> set[Path]:
-        """The files of primary tiers that its processes have mapped."""
+        """The primary-tier files that its processes have mapped."""
         return {path for path in self._shared_memory() if is_region(path)}
 
     @property
@@ -393,7 +394,7 @@ class Engine(EngineChannel):
 
     @property
     def tiers_process(self) -> int | None:
-        """Return the pid of the tiers' process; None if they run in the engine's own."""
+        """Return the pid of the tier process; None if tiers run in the engine's own process."""
         found = [pid for pid in self.processes if b"kvtier._isolation.child" in _command_of(pid)]
         assert len(found) <= 1, found
         return found[0] if found else None
@@ -477,7 +478,7 @@ def is_region(path: Path) -> bool:
 
 
 def shared_memory(pid: int) -> Iterator[Path]:
-    """Yield the files in shared memory that a process has mapped, by the names that they have now."""
+    """Yield the files in shared memory that a process has mapped, by their current names."""
     with suppress(OSError):
         names = {os.stat(path).st_ino: path for path in SHARED_MEMORY.iterdir()}
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
@@ -501,11 +502,11 @@ def _arguments(model: Path, extra_config: Config | None, more: Mapping[str, Any]
 
 
 def patient(extra_config: Config) -> dict[str, Any]:
-    """Give tiers more time than on a machine that serves: a miss of its deadline is a miss, and counted.
+    """Give tiers longer deadlines than in production: a busy test machine would miss them, and count misses.
 
-    Nothing is audited: a test that falsifies chunks on purpose would be found out now and then. Files are
-    taken however full the machine's disk is. A chunk is one block unless the test sets a size (None: the
-    default), so that small prompts have many.
+    Audits are off: they would sometimes detect the chunks that a test corrupts on purpose. The file tier
+    accepts puts however full the machine's disk is. A chunk is one block unless the test sets a size (None:
+    the default), so that small prompts have many.
     """
     settings = {"request_deadline_s": PATIENCE_S, "audit_rate": 0, **extra_config}
     if "block_size" not in settings:
@@ -524,7 +525,7 @@ def _patient_tier(tier: Any) -> Any:
 
 
 def primary_tier(engine: Engine) -> tuple[int, int, Path]:
-    """Return the primary tier's slot bytes in all, the bytes of one slot, and its file."""
+    """Return the primary tier's total slot bytes, the bytes of one slot, and its file."""
     metrics = engine.metrics()
     nbytes = int(metrics.value("kvtier_tier_capacity_bytes", tier="cpu"))
     (region,) = engine.regions
@@ -532,10 +533,10 @@ def primary_tier(engine: Engine) -> tuple[int, int, Path]:
 
 
 def misplace_chunks(engine: Engine) -> None:
-    """Give each slot of the primary tier what the slot before it held.
+    """Shift the primary tier's contents by one slot.
 
-    The control of tests that compare tokens: with the bytes of other chunks they must differ, or the
-    model says the same whatever its cache holds.
+    The control of tests that compare tokens: with the bytes of other chunks the tokens must differ, or the
+    model's output does not depend on its cache.
     """
     nbytes, chunk_bytes, region = primary_tier(engine)
     with region.open("r+b") as file:
@@ -545,12 +546,12 @@ def misplace_chunks(engine: Engine) -> None:
 
 
 def redis_servers() -> Any:
-    """Return the Redis tests' module that starts servers."""
+    """Return the module of the Redis tests that starts servers."""
     return load_file("kvtier_redis_tests_servers", PROJECT / "plugins/kvtier-redis/tests/redis_servers.py")
 
 
 def chunk_files(root: Path) -> list[Path]:
-    """Return the chunk files below the root of a file tier, or of vLLM's own."""
+    """Return the chunk files below the root of kvtier's or vLLM's own file tier."""
     return sorted(path for path in root.glob("*_r0*/*/*/*.bin"))
 
 
@@ -566,10 +567,10 @@ def chunks_in(root: Path) -> set[OffloadKey]:
 
 
 def wait_until_removed(files: Iterable[Path]) -> None:
-    """Wait until others have removed files, as a guard removes an engine's memory."""
+    """Wait until other processes have removed the files; a guard removes an engine's memory, for example."""
     wait_while(lambda: [file for file in files if file.exists()])
 
 
 def namespaces(root: Path) -> list[str]:
-    """Return the names of the caches that a root holds."""
+    """Return the names of the caches below a root."""
     return sorted(path.parent.name for path in root.glob("*/config.json"))

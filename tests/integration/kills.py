@@ -41,7 +41,7 @@ LINES: Mapping[str, int] = {
     "promotion": 7000,
     "reset": 4000,
 }
-"""About how many lines of kvtier's code run in each moment of a short life."""
+"""Approximate number of lines of kvtier's code that run in each moment of a short life."""
 
 ENGINE, TIERS, WORKER, GUARD, ALL = "engine", "tier process", "worker", "guard", "all"
 KILLED = "the test kills: "
@@ -50,7 +50,7 @@ KILLED = "the test kills: "
 def arm(
     llm: Any, moment: str, line: int, delay_s: float, victim: str, engines: Collection[int]
 ) -> dict[str, Any]:
-    """Kill ``victim`` after this many lines of kvtier's code for a moment, and say so in the log.
+    """Kill ``victim`` after ``line`` lines of kvtier's code for a moment, and log the kill.
 
     Args:
         llm: the engine; None before its start.
@@ -103,7 +103,7 @@ def _kill(victim: str, engines: Collection[int]) -> None:
         GUARD: guards({own, *engines}),
         ALL: [*others, own],
     }
-    if victim not in (TIERS, GUARD):  # the engine ends, and what vLLM leaves is of no use
+    if victim not in (TIERS, GUARD):  # the engine ends; vLLM's leftovers are useless
         remove_leftovers({path for pid in (own, *others) for path in shared_memory(pid)})
     for pid in found[victim] or [own]:
         with suppress(ProcessLookupError):

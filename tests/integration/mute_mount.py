@@ -1,7 +1,5 @@
-"""A file system that never answers: ``python -m tests.integration.mute_mount POINT``.
-
-Whoever opens a file in it hangs in the kernel, out of reach of every signal, until this process ends.
-"""
+"""A file system that never answers: ``python -m tests.integration.mute_mount POINT``. A process that opens
+one of its files hangs in the kernel, beyond the reach of signals, until this process ends."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ _REQUEST_BYTES = 1 << 17
 
 
 def main(point: str) -> None:
-    """Mount it, say so, and read what the kernel asks: a request that was read cannot be interrupted."""
+    """Mount it, print "mounted", and read the kernel's requests: once read, a request is uninterruptible."""
     die_with_parent()
     device = os.open("/dev/fuse", os.O_RDWR)
     options = f"fd={device},rootmode=40000,user_id=0,group_id=0,allow_other"

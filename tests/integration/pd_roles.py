@@ -21,7 +21,7 @@ def prefill(llm: Any, prompt: list[int], go_on: str = "") -> dict[str, Any]:
     Args:
         llm: the engine.
         prompt: token ids.
-        go_on: a file. When a tier has the first of the prompt's chunks the engine is paused until it exists.
+        go_on: a file. The engine pauses when a tier has the prompt's first chunk, until the file exists.
 
     Returns:
         ``params``: the ``kv_transfer_params`` of the response; ``paused_at``: tokens computed at the pause.
@@ -46,7 +46,7 @@ def _put_chunks(llm: Any) -> int:
 
 
 def _end_stores(llm: Any) -> list[Any]:
-    """Run steps without tokens until no copy and no put is in flight; return their outputs."""
+    """Run steps without tokens until no copy and no put is in flight; return the step outputs."""
     scheduler, core = _scheduler(llm), _core(llm)
     step_tokens, scheduler.max_num_scheduled_tokens = scheduler.max_num_scheduled_tokens, 0
     outputs: list[Any] = []
@@ -79,9 +79,9 @@ def decode(
         prompt: token ids.
         output_tokens: tokens to generate.
         wait_s: how long to wait for chunks.
-        waits: a file that is made when the request waits.
-        has_some: a file that is made when it waits and some of its chunks are in host memory.
-        time_is_over: a file; when it exists the request waits no longer.
+        waits: a file to create when the request waits.
+        has_some: a file to create when it waits and some of its chunks are in host memory.
+        time_is_over: a file; the request stops waiting when it exists.
 
     Returns:
         ``answer``: token ids; ``cached``: tokens of the prompt that were not computed.
@@ -101,7 +101,7 @@ def decode(
 
 
 def _end_time(request: Any) -> None:
-    """Have the time that a request waits for chunks end now: tests need not guess how long others take."""
+    """End the request's wait for chunks now, so that no test depends on how long other engines take."""
     request.wait.until_s = min(request.wait.until_s, time.monotonic())
 
 
@@ -109,7 +109,7 @@ def computed(llm: Any, prompts: list[list[int]], output_tokens: int) -> dict[str
     """Answer prompts, one after the other.
 
     Returns:
-        ``answers``: token ids of each; ``computed``: how many tokens of the prompts were computed, in all.
+        ``answers``: token ids of each; ``computed``: the total number of prompt tokens computed.
     """
     answers, tokens = [], 0
     for prompt in prompts:
@@ -135,7 +135,8 @@ def beside(
     Its time ends when the later prompts are answered.
 
     Returns:
-        ``order``: the order of the ends; ``answers``: the later prompts' answers, then the waiting one's.
+        ``order``: the order in which they finish; ``answers``: the later prompts' answers, then the waiting
+        one's.
     """
     waiting = _add(llm, prompt, output_tokens, params)
     names = [*(_add(llm, other, output_tokens, {}) for other in others), waiting]
@@ -151,7 +152,7 @@ def beside(
 
 
 def abort(llm: Any, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
-    """Abort a request when it waits."""
+    """Abort a request once it waits."""
     name = _add(llm, prompt, 1, params)
     while not _awaiting(llm):
         assert llm.llm_engine.has_unfinished_requests(), "it has ended without waiting"
@@ -167,12 +168,12 @@ def _outputs(llm: Any) -> Iterator[Any]:
 
 
 def _name(added: str) -> str:
-    """Return the name that a request was given: vLLM appends to it."""
+    """Return the engine's id of a request; vLLM appends a suffix to the client's id."""
     return "-".join(added.split("-")[:2])
 
 
 def _awaiting(llm: Any) -> list[Any]:
-    """Return the requests that await chunks that no tier has yet."""
+    """Return the requests that wait for chunks that no tier has yet."""
     return [request for request in _manager(llm).requests.values() if request.awaits_any]
 
 

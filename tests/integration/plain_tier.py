@@ -1,7 +1,5 @@
-"""A tier as a third party may write it, without deadlines, faults or checksums.
-
-A file names the fault to inject, so that a test can change it while an engine runs.
-"""
+"""A tier as a third party may write it, without deadlines, fault handling or checksums. A file names the
+fault to inject, so a test can change it while an engine runs."""
 
 from __future__ import annotations
 
@@ -19,13 +17,13 @@ _DELAY_S = 0.1
 
 
 class PlainConfig(TierConfig):
-    """Settings: the file that names the fault; there is none while it is not there."""
+    """Settings: the file that names the fault; without the file there is no fault."""
 
     fault: Path
 
 
 class PlainTier(SecondaryTier[PlainConfig]):
-    """Keeps chunks in a dict, as if that were a server."""
+    """Keeps chunks in a dict that stands for a server."""
 
     Config = PlainConfig
 
@@ -74,7 +72,7 @@ class PlainTier(SecondaryTier[PlainConfig]):
         fault = self._fault()
         if fault == "slow":
             await anyio.sleep(_DELAY_S)
-        with anyio.CancelScope(shield=True):  # as a client does that heeds no cancellation
+        with anyio.CancelScope(shield=True):  # as a client that ignores cancellation does
             while self._fault() == "hang":  # noqa: ASYNC110 - no event tells when it is over
                 await anyio.sleep(_LOOK_AGAIN_S)
         if fault == "vanish":

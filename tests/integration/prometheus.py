@@ -58,7 +58,7 @@ class Prometheus:
         self._process.wait(_READY_S)
 
     def query(self, expression: str) -> list[Any]:
-        """Return the samples of an expression at this moment. HTTPError where it is no expression."""
+        """Return the current samples of an expression. Raise HTTPError if the expression is invalid."""
         found: list[Any] = self._get("query", query=expression)["result"]
         return found
 
@@ -74,7 +74,7 @@ class Prometheus:
 
 
 def panels() -> dict[str, str]:
-    """Return the expressions of the dashboard, for all models, by panel and legend."""
+    """Return the dashboard's expressions, for all models, by panel and legend."""
     found = {}
     for panel in json.loads((MONITORING / "dashboard.json").read_text())["panels"]:
         for target in panel.get("targets", []):

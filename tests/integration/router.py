@@ -1,4 +1,4 @@
-"""A router, which follows the KV events of an engine."""
+"""A router that follows the KV events of an engine."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from tests.integration.harness import PATIENCE_S, Engine, Tokens
 zmq = pytest.importorskip("zmq")
 
 Place = tuple[Any, ...]
-"""A medium, whose it is, and a KV cache group other than the first."""
+"""A medium, its owner, and a KV cache group other than the first."""
 
 Piece = tuple[bytes | None, tuple[int, ...], tuple[Any, ...]]
-"""What an index knows a block by: the hash of its parent, its tokens and its extra keys."""
+"""An index identifies a block by its parent's hash, its tokens and its extra keys."""
 
 
 class Router:
-    """Follows the events that an engine publishes, as a router does.
+    """Follows the events that an engine publishes.
 
-    It misses events from before it joined, and knows a prompt by tokens and extra keys alone.
+    It misses events from before it joined, and knows a prompt only by its tokens and extra keys.
 
     Attributes:
         endpoint: the endpoint for the engine's events.
         events: the events of kvtier's tiers.
         belief: the hashes of the blocks that it assumes in each place.
         cleared: number of events that cleared everything.
-        since_cleared: the belief of a router that forgets all tiers at such an event.
+        since_cleared: the belief of a router that forgets all tiers on such an event.
     """
 
     def __init__(self, endpoint: str) -> None:
         self._socket = zmq.Context.instance().socket(zmq.SUB)
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
-        self._socket.setsockopt(zmq.RCVHWM, 0)  # all that an engine publishes between two looks
+        self._socket.setsockopt(zmq.RCVHWM, 0)  # all messages since the last call
         self._socket.setsockopt(zmq.RECONNECT_IVL, 10)  # milliseconds
         self._socket.connect(endpoint)
         self.endpoint = endpoint
@@ -47,7 +47,7 @@ class Router:
         self.since_cleared: defaultdict[Place, set[bytes]] = defaultdict(set)
 
     def join(self, engine: Engine) -> None:
-        """Wait until what the engine publishes gets here."""
+        """Wait until the engine's published events arrive."""
         deadline = time.monotonic() + PATIENCE_S
         while not self.cleared:
             assert time.monotonic() < deadline, "nothing is heard of the engine"
@@ -81,12 +81,12 @@ class Router:
         return [event for event in self.events if event["type"] == "BlockStored" and _place(event) == place]
 
     def chain(self, place: Place, tokens: Tokens, salt: str | None = None) -> list[bytes]:
-        """Return the hashes of a prompt's leading blocks that were stored in a place."""
+        """Return the hashes of a prompt's leading blocks that are stored in a place."""
         known = {piece: found for event in self.stored(place) for piece, found in pieces(event)}
         return [found for _, found in _walk(known, tokens, salt)]
 
     def predicted(self, tokens: Tokens, salt: str | None = None) -> int:
-        """Return how many leading tokens of a prompt the tiers hold by the events, orphans dropped."""
+        """Return how many leading tokens of a prompt the tiers hold by the events, orphans excluded."""
         held = set().union(*self.belief.values())
         events = [event for event in self.events if event["type"] == "BlockStored"]
         known = {piece: found for event in events for piece, found in pieces(event) if found in held}
@@ -97,12 +97,12 @@ class Router:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of ``Launcher.start`` for an engine that publishes here."""
+        """The arguments of ``Launcher.start`` for an engine that publishes to this router."""
         events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self.endpoint}
         return {"kv_events_config": events, "environment": {"VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0"}}
 
     def until(self, engine: Engine, condition: Callable[[], bool]) -> None:
-        """Keep the engine stepping until what it has told fulfils a condition."""
+        """Keep the engine stepping until its published events fulfil a condition."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             engine.step()
@@ -124,7 +124,7 @@ def pieces(event: dict[str, Any]) -> Iterator[tuple[Piece, bytes]]:
 
 
 def _walk(known: dict[Piece, bytes], tokens: Tokens, salt: str | None) -> Iterator[tuple[int, bytes]]:
-    """Yield size and hash of a prompt's leading blocks, as far as they are known from its beginning."""
+    """Yield size and hash of a prompt's leading blocks, as far as an unbroken chain of them is known."""
     sizes = {len(block) for _, block, _ in known}
     begin, parent = 0, None
     while True:

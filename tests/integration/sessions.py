@@ -23,11 +23,11 @@ def converse(
         llm: the engine.
         inputs: token ids of each input.
         answers: how many tokens to generate for each input.
-        preempt_after: after how many steps of each input vLLM preempts the session, if it does.
-        abort_after: after how many steps of the last input the client aborts the session, if it does.
+        preempt_after: number of steps of each input before vLLM preempts the session; None: never.
+        abort_after: number of steps of the last input before the client aborts the session; None: never.
 
     Returns:
-        ``text``: the tokens of the session whose KV was computed.
+        ``text``: those tokens of the session that have computed KV.
     """
     from vllm.v1.request import RequestStatus
 

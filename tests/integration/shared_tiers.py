@@ -1,4 +1,4 @@
-"""Tiers that engines share, each over its own server where it needs one."""
+"""Tiers that engines share, each over its own server if it needs one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.common import load_file
 from tests.integration.harness import PROJECT, redis_servers
 
 MEMBERS = 4
-"""Engines that read each other's memory at most."""
+"""Maximum number of engines that read each other's memory."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class SharedTier:
     """A tier that engines share.
 
     Attributes:
-        name: of the tier.
+        name: the tier's name.
         of: returns its settings in the configuration of one of the engines, by number.
         environment: variables of all engines.
     """
@@ -78,7 +78,7 @@ def _nixl(directory: Path) -> Iterator[SharedTier]:
 
 
 def mooncake_pools() -> Any:
-    """Return the Mooncake tests' module that starts pools."""
+    """Return the module of the Mooncake tests that starts pools."""
     if importlib.util.find_spec("kvtier_mooncake") is None:
         absent("kvtier-mooncake is not installed: pip install -e plugins/kvtier-mooncake")
     return load_file("kvtier_mooncake_tests_pools", PROJECT / "plugins/kvtier-mooncake/tests/pools.py")

@@ -1,4 +1,4 @@
-"""Audits in the real engine find damage that seals miss: no wrong token, and no second use."""
+"""Audits in the real engine find damage that checksums miss: no wrong token, and no second use."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ Start = Callable[[], AbstractContextManager[Engine]]
 
 @pytest.fixture
 def start(launcher: Launcher, llama: Path, tmp_path: Path) -> Start:
-    """Return what starts an engine that audits every chunk, over a file tier; of each test the same one."""
+    """Return a function that starts an engine over a test's file tier and audits every chunk."""
     files = {"type": "fs", "root_dir": str(tmp_path / "root")}
     settings = {"cpu_bytes_to_use": "16MiB", "audit_rate": 1, "secondary_tiers": [files]}
-    settings["eviction_policy"] = "lru"  # others would keep what was used twice
+    settings["eviction_policy"] = "lru"  # other policies would keep chunks that were used twice
     state = {"XDG_STATE_HOME": str(tmp_path)}
-    settings["sync_load_budget_bytes"] = 1 << 30  # vLLM 0.33 cannot be told that a load within a step failed
+    settings["sync_load_budget_bytes"] = 1 << 30  # vLLM 0.33 cannot handle a failed load within a step
     return partial(launcher.start, llama, settings, environment=state, kv_transfer_config=RECOMPUTING)
 
 
 def failures(engine: Engine) -> dict[str, float]:
-    """Return what audits have found, by tier."""
+    """Return the audit findings, by tier."""
     name, samples = "kvtier_audit_failures_total", engine.metrics().samples
     return {labels["tier"]: value for found, labels, value in samples if found == name and value}
 
@@ -51,7 +51,7 @@ def flip(engine: Engine) -> None:
 
 
 def test_audits_hold_on_every_path(start: Start, reference: Ask) -> None:
-    others = [prompt(seed) for seed in range(2, 12)]  # more than the primary tier holds
+    others = [prompt(seed) for seed in range(2, 12)]  # more chunks than the primary tier holds
     with start() as engine:
         cold, _ = engine.served(PROMPT)
         engine.reset(connector=False)

@@ -1,4 +1,4 @@
-"""Benchmarks with real engines run to their end and give what they promise, at sizes that say nothing."""
+"""Benchmarks with real engines finish and report what they promise, at sizes too small to measure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ needs_nixl = pytest.mark.skipif(
 
 
 def run(folder: Path, *arguments: str) -> Report:
-    """Run a benchmark with its files below ``folder``, which it has to leave empty."""
+    """Run a benchmark with its files below ``folder``; it must leave the folder empty."""
     root = folder / "files"
     found = measure(*arguments, "--root", str(root))
     assert list(root.iterdir()) == []
@@ -63,7 +63,7 @@ def test_core(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_replay(tmp_path: Path) -> None:
-    """On its own servers, one after the other."""
+    """Each tier runs on its own servers, one after the other."""
     lines = [
         {"timestamp": 500 * number, "input_length": 5000, "output_length": 100}
         | {"hash_ids": [0, *range(100 * (number % 4) + 1, 100 * (number % 4) + 10)]}
@@ -143,7 +143,7 @@ def test_hints(tmp_path: Path) -> None:
 
 
 def test_versus_without_lmcache(tmp_path: Path) -> None:
-    """A system that cannot be run is named, and the others are measured."""
+    """A system that cannot run is named in the report, and the others are measured."""
     report = run(tmp_path, "versus", "--model", "tiny", "--rounds", "1", "--only", "speed")
     (missing,) = report["NotRun"]
     assert missing["system"] == "LMCache"
@@ -153,7 +153,7 @@ def test_versus_without_lmcache(tmp_path: Path) -> None:
     for system in ("kvtier", "vLLM native"):
         for measure in ("TTFT host hit, ms", "TTFT storage hit, ms"):
             row = found[measure, system]
-            assert (row["n"], row["from_cache"]) == (1, "3840 of 3840")  # of the round that counts
+            assert (row["n"], row["from_cache"]) == (1, "3840 of 3840")  # of the measured round
             assert row["value"] > 0
         assert found["hits with other tokens than computed", system]["value"] == 0
         restarted = found["TTFT first hit of a restarted engine, ms", system]

@@ -1,6 +1,6 @@
 """The bridge keeps vLLM's rules: driven step by step as its scheduler does, without an engine.
 
-The tiers and their thread are real; the workers' copies are made here, into an anonymous region.
+The tiers and their thread are real; the test makes the workers' copies, into an anonymous region.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def files(root: Path) -> FsTier:
 
 
 class Clock:
-    """Time that stands still unless it is told to go on."""
+    """A clock that moves only on request."""
 
     now = 100.0
 
@@ -90,7 +90,7 @@ class Clock:
 
 
 class World:
-    """A manager, and this test in the place of vLLM's scheduler and workers."""
+    """A manager, with the test in place of vLLM's scheduler and workers."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class World:
         self.thread.start()
         self.thread.events.append(SlotsReady(range(slots)))
         self.shutdowns = 0
-        self.has_blocks = False  # requests have some on the device
+        self.has_blocks = False  # requests have some of their blocks on the device
         self.why_not_stored: str | None = None
         published = Published(
             self.core,
@@ -149,7 +149,7 @@ class World:
 
     def _shut_down(self) -> None:
         self.shutdowns += 1
-        assert self.thread.close(1.0, PATIENCE_S)  # a machine may be busy at its end
+        assert self.thread.close(1.0, PATIENCE_S)  # a machine may be busy when the test ends
         self.region.close()
 
     def step(self, new: Sequence[str] = (), preempted: Sequence[str] = ()) -> None:
@@ -162,7 +162,8 @@ class World:
         return context
 
     def scan(self, keys: Sequence[OffloadKey], context: ReqContext) -> tuple[int, bool]:
-        """Look up as vLLM does: from the front to the first MISS. Return the run and whether to wait."""
+        """Look up chunks as vLLM does, from the front to the first MISS. Return the run, and if it must
+        wait."""
         wait = False
         for index, key in enumerate(keys):
             answer = self.manager.lookup(key, context)
@@ -172,7 +173,7 @@ class World:
         return len(keys), wait
 
     def find(self, keys: Sequence[OffloadKey], context: ReqContext) -> int:
-        """Ask in each step until there is an answer, and leave the last step open for a load."""
+        """Look up once per step until there is an answer; leave the last step open for a load."""
         end = time.monotonic() + PATIENCE_S
         while time.monotonic() < end:
             found, wait = self.scan(keys, context)
@@ -183,7 +184,7 @@ class World:
         raise AssertionError("the request waits for ever")
 
     def store(self, keys: Sequence[OffloadKey], context: ReqContext, version: int = 0) -> list[OffloadKey]:
-        """Store, with the workers' copy in between; return what was stored."""
+        """Store chunks, including the workers' copy; return the stored keys."""
         output = self.manager.prepare_store(keys, context)
         if output is None:
             return []
@@ -200,7 +201,7 @@ class World:
         return [bytes(self.region.view(slot)) for slot in slots_of(spec)]
 
     def settle(self) -> None:
-        """Step until the tiers are through."""
+        """Step until the tiers are idle."""
         end = time.monotonic() + PATIENCE_S
         while not self.core.is_idle or self.manager.has_pending_work():
             assert time.monotonic() < end
@@ -280,7 +281,7 @@ def test_sleep_makes_nothing_overdue(make: Make) -> None:
 
 
 def test_resumed_request_stops_waiting(make: Make) -> None:
-    """vLLM names it in no step, and does not look it up where the device's cache has all of its prompt."""
+    """vLLM names it in no step, and skips its lookup if the device's cache has all of its prompt."""
     clock = Clock()
     it = make(dummy(hang_rate=1.0), slots=16, clock=clock)
     context = it.request("a")
@@ -302,7 +303,7 @@ def test_resumed_request_stops_waiting(make: Make) -> None:
 
 @pytest.mark.parametrize("chunks", [1, 64])
 def test_host_hit_is_one_message(make: Make, monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
-    """Found in the first step, loaded in one transfer, and told to the tiers once."""
+    """The chunks are found in the first step and loaded in one transfer; the tiers get one message."""
     sent: list[list[Command]] = []
     submit = ExecutorThread.submit
 
@@ -408,7 +409,7 @@ def test_failed_store_waits_for_device(make: Make, is_lost: bool, is_reset: bool
 
 
 def test_lowest_priority_shows_uses(make: Make) -> None:
-    """The device may have the front of its prompt, and vLLM offers that only where it is asked to."""
+    """The device may hold the front of the prompt, which vLLM offers only under the policy "chunk_level"."""
     it = make(slots=8)
     low = ReqContext(req_id="low", kv_transfer_params={"kvtier": {"priority": 0}})
     assert it.manager.on_new_request(low).policy == OffloadPolicy("chunk_level")
@@ -428,7 +429,7 @@ PREFILL = {"do_remote_decode": True}
 def test_claims_end_with_their_requests(make: Make) -> None:
     it = make()
     context = ReqContext(req_id="same", kv_transfer_params={"kvtier": {"pin": "agent", "ttl_s": 0.001}})
-    for _ in range(2):  # an earlier request of this name that has not ended
+    for _ in range(2):  # an earlier request with this id has not ended
         it.manager.on_new_request(context)
         it.store(prompt(1, 2), context)
         it.step()
@@ -481,7 +482,7 @@ def test_decode_skips_unput_chunks(make: Make, how: str) -> None:
 
 
 def test_reset_stops_stores(make: Make) -> None:
-    """Their blocks are of the old weights, and the device's prefix cache gives them to other requests."""
+    """Their blocks have the old weights, and the device's prefix cache shares them with other requests."""
     it = make(slots=32)
     running = it.request("running")
     it.step(new=["running"])
@@ -494,7 +495,9 @@ def test_reset_stops_stores(make: Make) -> None:
     assert it.core.shared.counts["store_refused", "reset"] == 8
     it.manager.reset_cache()
     for name, context in enumerate([running, it.request("newer")]):
-        assert it.find(prompt(name, 4), context) == 0  # a preempted request is looked up before it runs again
+        assert (
+            it.find(prompt(name, 4), context) == 0
+        )  # vLLM looks a preempted request up before it runs again
         assert it.store(prompt(name, 4), context) == prompt(name, 4)
 
 
@@ -536,7 +539,7 @@ def test_fetched_chunks_announced_once(make: Make, tmp_path: Path, self_describi
         (Medium.CPU, False, None, set(prompt(1, 4))),
     ]
     told = _told(it) if not self_describing else []
-    assert _told(it) == []  # vLLM has not been told yet that a request loads them
+    assert _told(it) == []  # vLLM does not know yet that a request loads them
     it.manager.prepare_load(prompt(1, 4), context)
     told += _told(it)
     assert sorted(told, key=str) == sorted(found, key=str)
@@ -549,7 +552,7 @@ def _told(it: World) -> list[tuple[Medium, bool, str | None, set[OffloadKey]]]:
 
 
 def _indexed(keys: Sequence[OffloadKey], events: Iterable[OffloadingEvent]) -> dict[str | None, int]:
-    """Return how many blocks of a prompt a router indexes, by tier; it drops a block without its parent."""
+    """Return how many blocks of a prompt a router indexes, by tier; it drops a block without a parent."""
     indexed: defaultdict[str | None, set[OffloadKey]] = defaultdict(set)
     for event in events:
         known = indexed[event.ownership]
@@ -603,7 +606,7 @@ def test_shutdown_is_idempotent(make: Make) -> None:
     it.step()
 
 
-# --- a scheduler at random -----------------------------------------------------------------------
+# --- a random scheduler --------------------------------------------------------------------------
 
 
 FILTERS = [
@@ -621,29 +624,31 @@ class Job:
         self.context = context
         self.state = "waiting"
         self.starts = 0
-        self.weights = 0  # of when it started
+        self.weights = 0  # the step that started it
 
 
 class Scheduler:
-    """Does what vLLM's scheduler does, in the order of a version, with chance in all that may vary."""
+    """Acts as vLLM's scheduler of some version; random wherever vLLM's behaviour may vary."""
 
     def __init__(self, it: World, seed: int, version: str) -> None:
         self.it = it
         self.chance = random.Random(seed)
         self.version = version
         self.jobs: list[Job] = []
-        self.copies: list[tuple[int, Callable[[], None], list[int]]] = []  # step of the end, the end, slots
-        self.cut_off: list[tuple[int, list[int]]] = []  # step until which workers write, slots
+        self.copies: list[
+            tuple[int, Callable[[], None], list[int]]
+        ] = []  # step in which the copy ends, the request's end, slots
+        self.cut_off: list[tuple[int, list[int]]] = []  # last step in which workers write, slots
         self.weights = 0
         self.steps = 0
-        self.reset: list[str] = []  # the requests that a reset has preempted since the last step
+        self.reset: list[str] = []  # requests that a reset preempted since the last step
         self.loaded = 0
         self.requests = 0
         self.stats = OffloadingConnectorStats()
         self.belief: defaultdict[object, set[OffloadKey]] = defaultdict(set)
 
     def run(self, *, until_loaded: int) -> None:
-        """Let requests arrive until ``until_loaded`` chunks were loaded, and for at least 400 steps."""
+        """Let requests arrive for at least 400 steps, and until ``until_loaded`` chunks were loaded."""
         end = time.monotonic() + PATIENCE_S
         while self.steps < 400 or self.loaded < until_loaded:
             assert time.monotonic() < end, self.loaded
@@ -681,10 +686,10 @@ class Scheduler:
         self._follow(manager.take_events())
         invariants.check(self.it.core)
         if self.chance.random() < 0.3:
-            time.sleep(0.0005)  # the tiers' answers come at any point
+            time.sleep(0.0005)  # the tiers may answer at any point
 
     def _follow(self, events: Iterable[OffloadingEvent]) -> None:
-        """Believe what is published, as a router does."""
+        """Update the belief from the published events, as a router does."""
         for event in events:
             believed = self.belief[event.medium, event.ownership]
             if event.removed:
@@ -702,17 +707,17 @@ class Scheduler:
         self.jobs.append(Job(self.requests, keys, self.it.request(str(self.requests), wanted)))
 
     def _preempt(self) -> list[int]:
-        """Take the blocks of a running request; it waits again, and may be looked up in this very step."""
+        """Take the blocks of a running request; it waits again, and vLLM may look it up in the same step."""
         running = [job for job in self.jobs if job.state == "running" and self.chance.random() < 0.05]
         for job in running:
             job.state = "waiting"
         return [job.name for job in running]
 
     def _schedule(self, job: Job) -> bool:
-        """Look a waiting request up, load its hits and let it run."""
+        """Look up a waiting request, load its hits and run it."""
         found, wait = self.it.scan(job.keys, job.context)
         self._breathe()
-        if wait or self.chance.random() < 0.1:  # it waits, or there are no blocks for it
+        if wait or self.chance.random() < 0.1:  # the lookup is pending, or there are no free blocks
             return False
         if found:
             self._load(job, job.keys[:found])
@@ -738,7 +743,7 @@ class Scheduler:
     def _run(self, job: Job) -> None:
         output = self.it.manager.prepare_store(job.keys, job.context)
         if output is None and self.chance.random() < 0.5:
-            return  # it is offered again in the next step
+            return  # vLLM offers it again in the next step
         if output is not None and output.keys_to_store:
             self._store(job, output)
         self._finish(job)
@@ -758,7 +763,7 @@ class Scheduler:
         self.copies.append((self.steps + self.chance.randrange(3), end, written))
 
     def _work(self) -> None:
-        """The workers: end copies that are due, and go on with those that a reset has cut off."""
+        """Act as the workers: end copies that are due, and continue those that a reset cut off."""
         due = [copy for copy in self.copies if copy[0] <= self.steps]
         self.copies = [copy for copy in self.copies if copy[0] > self.steps]
         self.chance.shuffle(due)
@@ -776,7 +781,7 @@ class Scheduler:
     def _reset(self) -> None:
         """Load new weights: vLLM preempts all running requests and forgets the copies in flight.
 
-        While a request loads, the reset is refused, or without preemption vLLM's own reset fails.
+        While a request loads, vLLM refuses the reset; without preemption vLLM's own reset fails.
         """
         is_loading = any(job.state == "loading" for job in self.jobs)
         self.it.has_blocks = is_loading

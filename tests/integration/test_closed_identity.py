@@ -1,4 +1,4 @@
-"""The identity is closed: each setting of an engine counts, unless it was reviewed and cannot matter."""
+"""The identity is closed: every engine setting counts unless a review found it irrelevant."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def is_shared(model: Path, one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether engines with these arguments have one cache."""
+    """Return whether engines with these arguments share one cache."""
     return identity_of(configure(model, **one)).digest == identity_of(configure(model, **other)).digest
 
 
@@ -267,7 +267,7 @@ def _fields(config: Any, around: tuple[Any, ...] = ()) -> Iterator[tuple[Any, st
 
 
 def _reasons(config: VllmConfig) -> Mapping[int, bool]:
-    """Return for each configuration, by its id, whether a field that holds it is on the list."""
+    """Return, by the id of each configuration, whether a field that holds it is on the list."""
     left: dict[int, bool] = {id(config): False}
 
     def visit(one: Any) -> None:
@@ -275,7 +275,7 @@ def _reasons(config: VllmConfig) -> Mapping[int, bool]:
             value = getattr(one, field.name, None)
             if dataclasses.is_dataclass(value) and not hasattr(value, "to_diff_dict"):
                 here = left[id(one)] or f"{type(one).__name__}.{field.name}" in _excluded_settings.SETTINGS
-                if left.get(id(value), True):  # not seen, or only where it does not count
+                if left.get(id(value), True):  # not visited, or only in a place that does not count
                     fresh = id(value) not in left or left[id(value)] != here
                     left[id(value)] = here
                     if fresh:
@@ -311,7 +311,7 @@ def test_field_changes_digest_or_is_listed(models: Callable[[str], Path], kind: 
 
 
 def _without_that(config: VllmConfig, path: str) -> object:
-    if path == "ModelConfig.hf_config":  # values derived from it cannot be computed any more
+    if path == "ModelConfig.hf_config":  # values derived from it can no longer be computed
         return "changed"
     return canonical_settings(config, is_reviewed=True)
 
@@ -334,7 +334,7 @@ def test_model_value_changes_digest(models: Callable[[str], Path], model: str) -
         config.model_config.hf_config = changed
         if canonical_settings(config, is_reviewed=True) == before:
             unseen.append(key)
-    # "kind" is the model type; "output_attentions" is an attribute that vLLM ignores.
+    # "kind" is the model type; vLLM ignores the attribute "output_attentions".
     without = {"_name_or_path", "transformers_version", "dtype", "model_type", "output_attentions"}
     assert set(unseen) <= without
 
@@ -356,7 +356,7 @@ def test_set_unknown_field_counts(models: Callable[[str], Path]) -> None:
 
 
 def test_differing_layers_count() -> None:
-    """transformers 5.19 refuses to read from the configuration what its layers have each for itself."""
+    """transformers 5.19 refuses to read from the configuration what each layer sets for itself."""
     transformers = pytest.importorskip("transformers")
     if not hasattr(transformers, "Gemma4TextConfig"):
         pytest.skip("this transformers has no model whose layers differ")
@@ -368,7 +368,7 @@ def test_differing_layers_count() -> None:
 
 
 def test_kv_scales_ignore_first_batch() -> None:
-    # They would differ after a restart and then be applied to chunks stored with the old ones.
+    # They would differ after a restart, and then apply to chunks stored with the old ones.
     names = {field.name for field in dataclasses.fields(VllmConfig)}
     assert "cache_config" in names
     cache = {field.name for field in dataclasses.fields(VllmConfig().cache_config)}
@@ -461,7 +461,7 @@ def test_fingerprint_covers_folders(tmp_path: Path, name: str) -> None:
     (tmp_path / "model.safetensors").write_bytes(WEIGHTS)
     (tmp_path / "config.json").write_text("{}")
     (elsewhere := tmp_path / "elsewhere").mkdir()
-    (tmp_path / "encoder").symlink_to(elsewhere)  # as users share folders among models
+    (tmp_path / "encoder").symlink_to(elsewhere)  # users share folders among models this way
     alone = weights_fingerprint(tmp_path)
     (elsewhere / name).parent.mkdir(exist_ok=True)
     (elsewhere / name).write_bytes(WEIGHTS)
@@ -757,10 +757,10 @@ def test_dummy_seed_counts(models: Callable[[str], Path]) -> None:
         ("FLA_TRIL_PRECISION", True),  # of vLLM's copy of flash-linear-attention
         ("VLLM_LOGGING_LEVEL", False),
         ("VLLM_HOST_IP", False),
-        ("VLLM_DIST_IDENT", False),  # drawn by vLLM at each start
+        ("VLLM_DIST_IDENT", False),  # vLLM draws it at each start
         ("VLLM_API_KEY", False),
         ("VLLM_OF_A_PLUGIN_API_KEY", False),
-        ("VLLM_SERVICE_HOST", False),  # by Kubernetes, for a service named vllm
+        ("VLLM_SERVICE_HOST", False),  # Kubernetes sets it for a service named vllm
         ("VLLM_PORT_8000_TCP_ADDR", False),
         ("VLLM_ROUTER_SERVICE_PORT", False),
         ("HOME_OF_SOMETHING", False),
@@ -779,7 +779,7 @@ MODELSCOPE_API_TOKEN NCCL_LAUNCH_MODE PYTORCH_ROCM_ARCH RUNAI_STREAMER_S3_ENDPOI
 AITER_BF16_FP8_MOE_BOUND CUBLASLT_WORKSPACE_SIZE INKLING_GFX950_GLUON INKLING_SPLIT_KV LAMPORT_RS_SCONV
 USE_FLAGOS
 """
-"""Variables of builds, places and transfers, then of the choice of kernels, which round differently."""
+"""Variables of builds, places and transfers; then those that select kernels, which round differently."""
 
 
 def test_variables_of_models_are_reviewed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Versions: too old ones are refused, unknown ones warned of and kept apart; how a spec finds its engine."""
+"""Versions: kvtier refuses old ones, warns about unknown ones and isolates them; a spec finds its engine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.releases
         ("0.33.1", (0, 33), True, False),
         ("0.34.0.dev12+g1a2b3c4d5", (0, 34), False, False),
         ("1.0.0", (1, 0), False, False),
-        ("dev", None, False, False),  # built from sources, without tags
+        ("dev", None, False, False),  # a build from sources without tags
         ("0.1.dev5+g1a2b3c4d5", None, False, False),
         ("0.1.0.dev5+g1a2b3c4d5", None, False, False),
     ],
@@ -68,7 +68,7 @@ def test_untested_version_is_separate(
     [
         (["LlamaForCausalLM"], True),
         (["LlamaForCausalLM", "Eagle3LlamaForCausalLM"], True),
-        (["K2HorizonForCausalLM"], False),  # the channels of its keys have another order since 0.32
+        (["K2HorizonForCausalLM"], False),  # its keys' channels have another order since 0.32
         (["LlamaForCausalLM", "ModelOfNobody"], False),
     ],
 )
@@ -131,7 +131,7 @@ def test_engine_is_found_among_callers() -> None:
 @from_vllm((0, 33), "does not state windows in chunks")
 @pytest.mark.parametrize(("blocks", "window"), [(1, 8), (2, 4), (16, 1)])
 def test_windows_follow_chunk_size(blocks: int, window: int) -> None:
-    """vLLM has counted them in chunks of one block, before kvtier chose the size."""
+    """vLLM counted them in chunks of one block, before kvtier chose the chunk size."""
     block: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
     specs = [FullAttentionSpec(**block), SlidingWindowSpec(**block, sliding_window=128)]
     groups = [KVCacheGroupSpec([str(spec)], spec) for spec in specs]

@@ -1,4 +1,4 @@
-"""If block hashes do not name content, no other run of an engine finds the chunks."""
+"""If block hashes do not name content, no later run of an engine finds the chunks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def is_found_again(config: VllmConfig, **settings: Any) -> bool:
-    """Whether two starts of this engine have one cache."""
+    """Return whether two starts of this engine share one cache."""
     one, other = (identity_of(config, **settings).digest for _ in range(2))
     return one == other
 
@@ -78,7 +78,7 @@ def test_immutable_adapters_are_found(model: Path, caplog: pytest.LogCaptureFixt
 
 
 def test_weights_of_trainer_stay_private(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The files, if there are any, name the weights that the engine has at its start."""
+    """The files, if any, hold the weights that the engine starts with."""
     assert is_found_again(configure(model))
     assert not is_found_again(configure(model, weight_transfer_config=WeightTransferConfig(backend="nccl")))
     assert "a trainer can replace the weights" in caplog.text
@@ -134,7 +134,7 @@ def test_methods_that_change_weights_were_reviewed() -> None:
 
 
 def _beside(*media: tuple[str, int, int]) -> Any:
-    """Make a request as vLLM's hashes see it, of media and their places."""
+    """Make a request as vLLM's hashes see it: media and their positions."""
     features = [
         SimpleNamespace(
             identifier=name, modality=name, mm_position=PlaceholderRange(offset=offset, length=length)
@@ -167,7 +167,7 @@ def _keys(request: Any) -> list[Any]:
 def test_media_that_share_tokens_are_not_stored(
     place: tuple[int, int], named_in: list[int], why: str | None
 ) -> None:
-    """As ``use_audio_in_video`` does. vLLM's key of a block then lacks the audio."""
+    """``use_audio_in_video`` overlaps them so. vLLM's key of a block then lacks the audio."""
     one, other = (_beside(("video", 3, 40), (sound, *place)) for sound in ("sound", "silence"))
     keys = zip(_keys(one), _keys(other), strict=True)
     assert [block for block, (mine, theirs) in enumerate(keys) if mine != theirs] == named_in
@@ -187,7 +187,7 @@ def test_media_that_share_tokens_are_not_stored(
 def test_mistaken_adapters_are_not_stored(
     media: tuple[tuple[str, int, int], ...], encodes: bool, ids: tuple[int, int], stored: list[str]
 ) -> None:
-    """vLLM's workers know an adapter by its id, its cache of embeddings by its name; hashes have the path."""
+    """vLLM's workers identify an adapter by id, its embedding cache by name; hashes contain the path."""
     engine = _Adapted(encodes)
     for name, lora_id in zip(("one", "other"), ids, strict=True):
         engine.begin(LoRARequest("adapter", lora_id, name), *media)
@@ -208,7 +208,7 @@ def test_replaced_adapters_are_stored_if_none_was_in_use(
 ) -> None:
     engine = _Adapted()
     engine.begin(LoRARequest("adapter", 1, "/old"))
-    if is_quiet:  # vLLM's connector may still store what the request has computed
+    if is_quiet:  # vLLM's connector may still store the blocks that the request has computed
         engine.states["/old"].req.is_finished = lambda: True
     engine.context.note_adapter(LoRARequest("adapter", 1, path, load_inplace=in_place))
     engine.begin(LoRARequest("adapter", 1, path))
@@ -238,7 +238,7 @@ class _Adapted:
         self.context = EngineContext(config, SimpleNamespace(), connector)
 
     def begin(self, lora: LoRARequest, *media: tuple[str, int, int]) -> None:
-        """Begin a request, whose name is the path of its adapter."""
+        """Start a request whose adapter's path is the request's name."""
         self.context.note_adapter(lora)
         request = _beside(*media)
         request.lora_request = lora
@@ -267,7 +267,7 @@ def test_images_sized_together_are_not_stored(
 
 
 def test_size_of_image_depends_on_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Why they are not stored: vLLM's hash of an image is the same."""
+    """Such chunks are not stored, because vLLM's hash of an image is the same."""
     for name in ("torchvision", "torchvision.transforms"):
         monkeypatch.setitem(sys.modules, name, MagicMock())
     processors = importlib.import_module("vllm.transformers_utils.processors.nano_nemotron_vl")
@@ -291,9 +291,9 @@ def test_size_of_image_depends_on_others(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_processors_that_bypass_their_cache_were_reviewed() -> None:
-    """vLLM caches what a processor makes of a medium by its hash, except where that depends on more.
+    """vLLM caches the processor's output for a medium by its hash, unless the output depends on more.
 
-    The hashes of some say so; others have noise, one audio, or tokens in another order.
+    Some hashes reflect that; others have noise, one audio, or tokens in another order.
     """
     folder = Path(vllm.__file__).parent / "model_executor" / "models"
     sources = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("*.py")}
@@ -351,7 +351,7 @@ def test_hits_are_not_stored_after_split_images() -> None:
     engine = _of_joint_images(requests)
 
     def refused_after(**steps: tuple[int, int]) -> set[str]:
-        """Make a step with new requests, of their computed and scheduled tokens."""
+        """Make a step with new requests, given their computed and scheduled tokens."""
         for name, (computed, _) in steps.items():
             requests[name].num_computed_tokens = computed
         scheduled = {name: tokens for name, (_, tokens) in steps.items()}
@@ -373,7 +373,7 @@ def test_hits_are_not_stored_after_split_images() -> None:
 def _of_joint_images(
     requests: dict[str, Any], sees_blocks: bool = True, is_whole: bool = True
 ) -> EngineContext:
-    """Make the engine of a model whose images' tokens attend to each other."""
+    """Make the engine of a model whose image tokens attend to each other."""
     for name, request in requests.items():
         request.request_id, request.num_preemptions = name, 0
     states = SimpleNamespace(
@@ -391,7 +391,7 @@ def _of_joint_images(
 
 @pytest.mark.parametrize(("computed", "scheduled"), [(0, 3), (16, 10)])
 def test_images_are_split_behind_hits_amid_them(computed: int, scheduled: int) -> None:
-    """Why they are not stored: vLLM ends a step in front of an image only if it begins there, too."""
+    """Such chunks are not stored: vLLM ends a step in front of an image only if it also begins there."""
     scheduler: Any = MagicMock(is_encoder_decoder=False, ec_connector=None)
     scheduler.scheduler_config.disable_chunked_mm_input = True
     scheduler.encoder_cache_manager.get_cached_num_encoder_embeds.return_value = None
@@ -407,7 +407,7 @@ def test_images_are_split_behind_hits_amid_them(computed: int, scheduled: int) -
 
 
 def test_positions_behind_pruned_videos_depend_on_hits() -> None:
-    """Why they are not stored: vLLM corrects positions only in the step that computes the video."""
+    """Such chunks are not stored: vLLM corrects positions only in the step that computes the video."""
     start, image, video, kept = 5, 3, 4, torch.tensor([[0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 1, 1], [3, 1, 1]])
     tokens = torch.tensor([9, start, *[video] * len(kept), 6, *range(10, 20)])
     behind = 2 + len(kept)
@@ -423,7 +423,7 @@ def test_positions_behind_pruned_videos_depend_on_hits() -> None:
 
 
 def test_hash_sources_were_reviewed() -> None:
-    """Tokens, the salt and embeddings are content; media and adapters are refused where they are not."""
+    """Tokens, salt and embeddings are content; kvtier refuses media and adapters whose hashes are not."""
     source = Path(kv_cache_utils.__file__).read_text(encoding="utf-8")
     (body,) = re.findall(r"^def generate_block_hash_extra_keys\((.*?)^def ", source, re.MULTILINE | re.DOTALL)
     (added,) = re.findall(r"extra_keys: list\[Any\] = \((.*?)\)", body, re.DOTALL)

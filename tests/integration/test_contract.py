@@ -1,6 +1,6 @@
-"""The installed engine is what the adapter takes it to be: its hooks, their parameters, and its records.
+"""The installed engine has the hooks, parameters and records that the adapter expects.
 
-That imports resolve is shown by importing the adapter, that attributes are there by the engine tests.
+Importing the adapter shows that imports resolve; the engine tests show that attributes exist.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SINCE = {
     "OffloadingSpec.config_info_keys": (0, 33),
     "OffloadingWorker.submit_load.expedited": (0, 33),
 }
-"""Hooks and parameters that the adapter defines for later releases, by the first one."""
+"""Hooks and parameters that the adapter defines for later releases, with the first release that has them."""
 
 NOT_DEFINED = {
     "OffloadingManager.lock": "the manager is entered by one thread",
@@ -92,7 +92,7 @@ UNUSED = {
     "OffloadingParallelConfig.data_parallel_rank_local": "replicas have the same bytes",
     "OffloadingParallelConfig.data_parallel_size": "replicas have the same bytes",
 }
-"""Fields, of one release or another, that the adapter leaves out on purpose."""
+"""Fields of some releases that the adapter omits on purpose."""
 
 
 def test_adapter_modules_import() -> None:
@@ -146,12 +146,12 @@ def _fields(record: Any) -> Set[str]:
 
 
 def test_connector_takes_named_arguments() -> None:
-    """They are looked for in its callers' frames."""
+    """The adapter looks for them in its callers' frames."""
     assert {"vllm_config", "kv_cache_config"} <= {*_parameters(OffloadingConnector.__init__)}
 
 
 def test_wrong_settings_end_an_engine_before_it_loads_the_model() -> None:
-    """vLLM asks this of a connector while it makes the configuration of an engine with CUDA graphs."""
+    """vLLM asks a connector for this while it builds the configuration of an engine with CUDA graphs."""
     assert "connector_cls.requires_piecewise_for_cudagraph(" in inspect.getsource(VllmConfig)
     ask = KVTierConnector.requires_piecewise_for_cudagraph
     assert not ask({"spec_name": "KVTierOffloadingSpec", "cpu_bytes_to_use": "1GiB"})

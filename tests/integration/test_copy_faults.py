@@ -1,4 +1,4 @@
-"""Copies between device and primary tier fail: never a wrong token, and the engine goes on where it can."""
+"""Copies between device and primary tier fail: never a wrong token, and the engine continues if it can."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ATTEMPTS = 2
 
 @pytest.fixture(scope="module")
 def engines(launcher: Launcher, llama: Path) -> Iterator[dict[str, Engine]]:
-    """One with vLLM's connector, and one with kvtier's, which has requests computed instead."""
+    """An engine with vLLM's connector, and one with kvtier's, which recomputes requests whose load fails."""
     with (
         launcher.start(llama, SETTINGS, faulty_copies=True) as plain,
         launcher.start(llama, SETTINGS, faulty_copies=True, kv_transfer_config=RECOMPUTING) as recomputing,
@@ -129,13 +129,13 @@ def test_without_connector_load_is_staged(plain: Engine, reference: Ask) -> None
 
 @pytest.mark.parametrize("connector", ["plain", "recomputing"])
 def test_copies_end_before_a_reset_returns(engines: dict[str, Engine], connector: str) -> None:
-    """vLLM sleeps right after a reset, and then the memory of its cache is gone."""
+    """vLLM sleeps right after a reset, and then the cache's memory is gone."""
     engine = engines[connector]
     before, after = _copies_after(engine, prompt(70), "reset")
     assert before > 0
     assert after == 0
     if connector == "recomputing":
-        engine.reset()  # vLLM's own connector fails if no step came before
+        engine.reset()  # vLLM's own connector fails if no step ran before
     engine.step()
 
 
@@ -156,7 +156,7 @@ def _copies_after(engine: Engine, asked: list[int], ends: str) -> list[int]:
 
 
 def test_connector_survives_lost_device(recomputing: Engine, reference: Ask) -> None:
-    """The last test of this engine, which has no device from now on."""
+    """This test must be the engine's last: the engine has no device from here on."""
     prompts = [prompt(seed) for seed in range(1, 9)]
     recomputing.served(*prompts)
     recomputing.reset(connector=False)
@@ -166,7 +166,7 @@ def test_connector_survives_lost_device(recomputing: Engine, reference: Ask) -> 
     answers = recomputing.generate(*prompts)
     again = recomputing.generate(*prompts, together=True)
     passed_s = time.monotonic() - start
-    metrics = recomputing.until(  # not settled: a store in flight keeps its slots for ever
+    metrics = recomputing.until(  # not settled: a store in flight keeps its slots forever
         lambda metrics: metrics.value("kvtier_device_up", worker="0") == 0, "the device is lost"
     )
 

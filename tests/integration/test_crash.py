@@ -1,4 +1,4 @@
-"""Engines killed in the midst of their work leave nothing that harms the next one."""
+"""Engines killed at work leave nothing that harms the next engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_killed_during_cascades(launcher: Launcher, llama: Path, reference: Ask,
         engine.kill()
         new = len(chunks_in(tmp_path)) - there
         assert 0 < new < len(prompts) * PROMPT_CHUNKS, f"round_ {round_}: killed too late"
-        wait_until_removed(left)  # by the guard, which outlives the engine
+        wait_until_removed(left)  # the guard, which outlives the engine, removes it
 
     there = len(chunks_in(tmp_path))
     with launcher.start(llama, settings) as engine:
@@ -54,5 +54,5 @@ def test_killed_during_cascades(launcher: Launcher, llama: Path, reference: Ask,
 
 
 def _wait_until_swept(root: Path) -> None:
-    """Wait until only the living writer has a directory for unfinished files."""
+    """Wait until only the live writer has a directory for unfinished files."""
     wait_until(lambda: sum(path.is_dir() for path in root.glob("*/.tmp/*")) == 1)

@@ -1,4 +1,4 @@
-"""Damaged files are recomputed, counted and set aside."""
+"""Damaged files are recomputed, counted and quarantined."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ EXPLAINED = {"kvtier": {"explain": True}}
 
 
 def _explained(engine: Engine) -> list[tuple[dict[str, int], str | None, dict[str, str]]]:
-    """Return, for each request that asked why it missed: tokens found by tier, reason, reasons by tier."""
+    """Return, for each request that wants an explanation: tokens found by tier, reason, reasons by tier."""
     found = list(read(line.encode() for line in engine.log().splitlines()))
     assert not [one for one in found if isinstance(one, DamagedLine)]
     lines = [one for one in found if isinstance(one, Explanation)]
@@ -60,7 +60,7 @@ def test_damaged_files_are_recomputed(
 ) -> None:
     files = {"type": "fs", "root_dir": str(tmp_path)}
     settings = {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [files]}
-    chunks: list[Path] = []  # per prompt: the chunk at the position
+    chunks: list[Path] = []  # per prompt: the reason of the chunk at the position
     with launcher.start(llama, settings) as engine:
         for one in PROMPTS:
             engine.served(one[: POSITION * BLOCK_TOKENS + 2])

@@ -1,4 +1,4 @@
-"""vLLM starts with the configuration that ships for containers, kvtier serves, doctor reads it."""
+"""vLLM starts with the configuration shipped for containers, kvtier serves, and doctor reads it."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from tests.integration.shared_tiers import SharedTier, shared_tier
 
 ROLES = "tests.integration.pd_roles"
 PREFILL = {"kv_connector": "KVTierConnector", "kv_load_failure_policy": "recompute"}
-WAIT_S = 100.0  # longer than any machine takes, shorter than an engine is waited for
+WAIT_S = 100.0  # longer than any machine needs, shorter than the harness waits for an engine
 CORES = sorted(os.sched_getaffinity(0))
 ROOM: Mapping[str, Any] = {"num_gpu_blocks_override": 200, "start_s": 300}
 TWO_RANKS: Mapping[str, Any] = {"distributed_executor_backend": "mp", "tensor_parallel_size": 2}
@@ -44,7 +44,7 @@ def start(
     environment: Mapping[str, str] = MappingProxyType({}),
     **arguments: Any,
 ) -> Engine:
-    """Start an engine, and have its tier keep chunks of a prompt: it can be used."""
+    """Start an engine and let its tier keep a prompt's chunks, which shows that the tier works."""
     tiers = [shared.of(number)]
     settings = {"cpu_bytes_to_use": "32MiB", "secondary_tiers": tiers, "max_wait_s": WAIT_S, **settings}
     environment = {**shared.environment, **environment}
@@ -88,11 +88,11 @@ class Counts:
         self._before = engine.settled()
 
     def waits(self) -> dict[str, float]:
-        """Return how many waits have ended, by outcome."""
+        """Return the number of ended waits, by outcome."""
         return self._by_reason("kvtier_waits")
 
     def misses(self) -> dict[str, float]:
-        """Return how many chunks were missed, by reason."""
+        """Return the number of missed chunks, by reason."""
         return self._by_reason("kvtier_misses")
 
     def _by_reason(self, name: str) -> dict[str, float]:
@@ -110,7 +110,7 @@ def test_decode_loads_during_prefill(decode: Engine, prefill: Engine, reference:
 
 
 def check_a_wait(decode: Engine, prefill: Engine, asked: Tokens, reference: Ask, folder: Path) -> None:
-    """Let a decode engine wait for a prompt that it has in part before the prefill engine continues."""
+    """Make a decode engine wait for a prompt that it holds partly, before the prefill engine continues."""
     counts = Counts(decode)
     waits, has_some = folder / "waits", folder / "has_some"
     with ThreadPoolExecutor() as threads:
@@ -151,7 +151,7 @@ def test_two_ranks_read_one(
 
 
 def bound_to(*cores: int) -> dict[str, Any]:
-    """Bind each worker of an engine to a core. The workers of one that waits for chunks spin."""
+    """Bind each worker of an engine to a core: the workers spin while a request waits for chunks."""
     return {"environment": {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, cores))}}
 
 
@@ -217,7 +217,7 @@ def test_response_has_outcomes(prefill: Engine, reference: Ask) -> None:
 
 
 def test_uncomputed_prompt_misses(decode: Engine, reference: Ask) -> None:
-    """A hint that is wrong or stale costs its own request that time. Others are answered meanwhile."""
+    """A wrong or stale hint delays only its own request. Other requests are answered meanwhile."""
     stale, others, counts = prompt(3), [prompt(4), prompt(5)], Counts(decode)
     hint = {"kvtier": {"wait_s": WAIT_S}}
     answers = decode.call(
@@ -262,5 +262,5 @@ def test_prefill_engine_is_killed(
         answer = answering.result()
     assert [answer["answer"]] == reference(asked)
     assert 0 < answer["cached"] < PROMPT_CHUNKS * BLOCK_TOKENS, "what had come is used, the rest computed"
-    # The second one where the death of its holder fails a get that is in flight.
+    # The second outcome if the holder's death fails a get in flight.
     assert counts.waits() in ({"in_vain": 1}, {"gave_up": 1})

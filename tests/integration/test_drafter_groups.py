@@ -1,6 +1,6 @@
 """Groups of a drafter's layers, as EAGLE and MTP have them: vLLM's scheduler and worker sides over kvtier.
 
-For models that no engine on the CPU runs. The engine is missing: this test is the block allocator.
+For models that no engine on the CPU runs. There is no engine: the test allocates the blocks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ALLOCATED = PROMPT_BLOCKS + 1 + LOOKAHEAD_BLOCKS
 
 
 class Engine:
-    """Runs requests over a KV cache whose last group is the drafter's."""
+    """Runs requests over a KV cache whose last group belongs to the drafter."""
 
     def __init__(self, case: Case, blocks_per_chunk: int) -> None:
         self.cache = Cache(case, blocks_per_chunk)
@@ -52,7 +52,7 @@ class Engine:
         return request
 
     def hit(self, request: Request) -> int:
-        """Return how many tokens can be loaded, once the tiers have answered."""
+        """Return how many tokens can be loaded, after the tiers have answered."""
         end = time.monotonic() + PATIENCE_S
         while (tokens := self.scheduler.get_num_new_matched_tokens(request, 0)[0]) is None:
             assert time.monotonic() < end
@@ -60,7 +60,7 @@ class Engine:
         return tokens
 
     def step(self, new: Request | None = None, blocks: Any = None, ended: Request | None = None) -> None:
-        """Schedule a step, have the worker make its copies, and tell the scheduler of their ends."""
+        """Schedule a step, let the worker copy, and report the ended copies to the scheduler."""
         nobody = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set())
         output: Any = SimpleNamespace(
             scheduled_new_reqs=[]
@@ -85,7 +85,7 @@ class Engine:
             self.scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=done))
 
     def _states(self, request: Request, blocks: list[list[int]]) -> Any:
-        """Return the blocks with the states at each block's end, which vLLM hands over by themselves."""
+        """Return the blocks with the states at each block's end, which vLLM passes separately."""
         specs = [group.kv_cache_spec for group in self.cache.config.kv_cache_groups]
         first = request.num_computed_tokens // BLOCK_TOKENS
         offloads = [
@@ -141,7 +141,7 @@ def test_all_but_drafters_last_chunk(engine: Engine, blocks_per_chunk: int) -> N
 
     second = engine.request("second")
     tokens = engine.hit(second)
-    # vLLM takes no hit of a drafter's group whose last chunk it would have to trust.
+    # vLLM accepts no hit of a drafter's group if it would have to trust the last chunk.
     assert tokens == (PROMPT_BLOCKS // blocks_per_chunk - 1) * blocks_per_chunk * BLOCK_TOKENS
     engine.cache.memory.random_(-128, 128)
     own = [list(reversed(blocks)) for blocks in theirs]
@@ -153,7 +153,7 @@ def test_all_but_drafters_last_chunk(engine: Engine, blocks_per_chunk: int) -> N
     )
     for group, spec in enumerate(engine.scheduler.config.kv_group_configs):
         window = spec.load_window_size_in_chunks(tokens)
-        kept = 1 if isinstance(spec.kv_cache_spec, MambaSpec) else 4  # a state, a window of 64 tokens
+        kept = 1 if isinstance(spec.kv_cache_spec, MambaSpec) else 4  # a state; a window of 64 tokens
         for block in allocated.blocks[group][: 0 if window is None else tokens // BLOCK_TOKENS - kept]:
             block.is_null = True
     engine.scheduler.update_state_after_alloc(second, allocated, tokens)

@@ -111,7 +111,8 @@ def test_router_sees_every_eviction(
 
 
 def _check_predictions(engine: Engine, router: Router, blocks: int) -> None:
-    """Check that the engine serves what is predicted for prompts that leave amid a chunk, or have a salt."""
+    """Check that the engine serves what the router predicts for a prompt that branches inside a chunk, or has
+    a salt."""
     salted = prompt(100)
     engine.served(salted, salt="mine")
     router.until(engine, lambda: router.predicted(salted, "mine") == PROMPT_CHUNKS * BLOCK_TOKENS)
@@ -126,7 +127,7 @@ def _check_predictions(engine: Engine, router: Router, blocks: int) -> None:
 
 @pytest.mark.parametrize("blocks", [1, 2, 4])
 def test_chunks_are_described_as_blocks_of_the_device(blocks: int) -> None:
-    """vLLM's own events are those of a device whose blocks are as long as chunks."""
+    """vLLM's own events describe a device whose blocks are as long as kvtier's chunks."""
     init_none_hash(sha256)
     size = 16 * blocks
     images = [

@@ -31,14 +31,14 @@ zmq = pytest.importorskip("zmq")
 
 TRAILER_BYTES = 128
 PLENTY, FEW = 100_000, 2
-"""Batches that the publisher keeps for replays."""
+"""Number of batches that the publisher keeps for replays."""
 
 Place = tuple[str, str | None]
 Belief = defaultdict[Place, set[bytes]]
 
 
 class Feed:
-    """vLLM's publisher, and how much it was given."""
+    """vLLM's publisher, and the number of published batches."""
 
     def __init__(self, folder: Path, kept: int) -> None:
         self._publisher = ZmqEventPublisher(
@@ -72,14 +72,14 @@ def _published(event: OffloadingEvent) -> BlockStored | BlockRemoved:
 
 
 class Subscriber:
-    """Follows a feed as well as one can that loses messages.
+    """Follows a feed that loses messages, as well as possible.
 
     Args:
         folder: where the feed's sockets are.
         loses: returns whether the next message is lost.
 
     Attributes:
-        belief: the blocks that it believes to be in each place.
+        belief: the blocks that it assumes in each place.
         lost: messages that did not arrive.
         forgot: how often it has forgotten everything.
     """
@@ -92,7 +92,7 @@ class Subscriber:
         self._connect()
 
     def _connect(self) -> None:
-        """Join with a new socket, whose queue has no messages of an earlier engine."""
+        """Join with a new socket, whose queue has no messages from an earlier engine."""
         self._socket = zmq.Context.instance().socket(zmq.SUB)
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
         self._socket.setsockopt(zmq.RECONNECT_IVL, 10)  # milliseconds
@@ -106,7 +106,7 @@ class Subscriber:
         self._socket.close(linger=0)
 
     def catch_up(self, feed: Feed) -> None:
-        """Process all sent messages; losses at the end show with the next message."""
+        """Process all sent messages; losses at the end show up with the next message."""
         target, deadline = feed.sent - 1, time.monotonic() + PATIENCE_S
         while self._last < target:
             assert time.monotonic() < deadline, (self._last, target)
@@ -128,11 +128,11 @@ class Subscriber:
     def _arrived(self, seq: int, payload: bytes) -> None:
         if seq > self._last + 1:
             self._ask_again()
-        if seq == self._last + 1:  # those before it came again
+        if seq == self._last + 1:  # those before it arrived again
             self._follow(seq, payload)
 
     def _ask_again(self) -> None:
-        """Have the batches behind the last one sent again, as far as the publisher still has them."""
+        """Request the batches after the last one received, as far as the publisher still has them."""
         with zmq.Context.instance().socket(zmq.DEALER) as socket:
             socket.linger = 0
             socket.connect(f"ipc://{self._folder}/replay")
@@ -162,7 +162,7 @@ class Subscriber:
 
 
 class Engine(Scheduler):
-    """A scheduler at random, whose engine publishes its events."""
+    """A random scheduler whose engine publishes its events."""
 
     def __init__(self, it: World, seed: int, feed: Feed) -> None:
         self.feed = feed
@@ -186,7 +186,7 @@ class Engine(Scheduler):
 
 
 def _there(it: World, tiers: Iterable[AnyTier], belief: Belief) -> Belief:
-    """Return which believed blocks are really there."""
+    """Return the believed blocks that really exist."""
     visible = it.core.table.visible
     there: Belief = defaultdict(set)
     names = {gate.name: tier for gate, tier in zip(it.core.shared.tiers, tiers, strict=True)}
@@ -201,7 +201,7 @@ def _there(it: World, tiers: Iterable[AnyTier], belief: Belief) -> Belief:
 
 
 def _has(tier: AnyTier, key: OffloadKey) -> bool:
-    """Return whether a tier has a chunk: in its memory, or as a file of the epoch that it is in."""
+    """Return whether a tier has a chunk, in memory or as a file of the tier's current epoch."""
     if isinstance(tier, FsTier):
         epoch = data_dir(Identity.make("model", {}).namespace, tier.statistics().epoch or 0)
         return (Path(tier.config.root_dir) / chunk_path(epoch, key)).exists()
@@ -249,9 +249,9 @@ def test_beliefs_are_never_overstated(tmp_path: Path, subscriber: Subscriber, ke
 
 
 def _check(engine: Engine, tiers: Iterable[AnyTier], subscriber: Subscriber, kept: int) -> None:
-    """Check that the subscriber believes in nothing that is not there, when all has settled.
+    """Check that the subscriber assumes no missing block once everything has settled.
 
-    Tiers tell of evictions after the put that caused them.
+    Tiers report evictions after the put that caused them.
     """
     deadline = time.monotonic() + PATIENCE_S
     while True:

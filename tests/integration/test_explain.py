@@ -1,6 +1,6 @@
-"""Requests that are to be explained get one line each, and leave nothing behind.
+"""Requests that ask for an explanation get one line each, and leave nothing behind.
 
-The manager is asked as vLLM's scheduler asks it. ``test_damage`` has the lines of a real engine.
+The test calls the manager as vLLM's scheduler does. ``test_damage`` has the lines of a real engine.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ SAYS_WHERE = hasattr(ReqContext, "get_offload_key_position")
 
 
 def _end(tokens: int) -> int | None:
-    """Return the end of a prefix as far as this vLLM says where in a prompt a chunk is."""
+    """Return the end of a prefix, if this vLLM reports where in a prompt a chunk is."""
     return tokens if SAYS_WHERE else None
 
 
 class Ticking:
-    """Time that goes on by a millisecond with each look at it."""
+    """A clock that advances by a millisecond per reading."""
 
     now = 100.0
 
@@ -49,7 +49,7 @@ class Ticking:
 
 
 class Engine(World):
-    """A manager, and this test in the place of a scheduler whose requests are explained."""
+    """A manager, with the test in place of a scheduler whose requests are explained."""
 
     def __init__(self, *tiers: AnyTier, rate: float = 0.0, chance: float = 0.5) -> None:
         names = [f"{tier.config.type}{index}" for index, tier in enumerate(tiers)]
@@ -100,7 +100,7 @@ def make() -> Iterator[Make]:
 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[Explanation]]:
-    """Return the explanations that were logged so far."""
+    """Return the explanations logged so far."""
     caplog.set_level(logging.INFO, logger=explanation.logger.name)
 
     def lines() -> list[Explanation]:
@@ -192,7 +192,7 @@ def test_last_scan_gives_reason(make: Make, lines: Lines) -> None:
     it.step()
     it.serves("other", keys, None)
     it.loads(keys, there)
-    it.step(new=["there", "own"])  # the engine's own cache has all of one by now: it asks for nothing
+    it.step(new=["there", "own"])  # the engine's own cache has all of "own" by now: no lookup
     found = {line.request: (line.tokens, line.prefix_end, line.reason) for line in lines()}
     assert found == {"there": ({"cpu": 64}, _end(64), None), "own": ({}, None, None)}
 
@@ -204,7 +204,7 @@ def test_prefix_ends_between_chunks(make: Make, lines: Lines) -> None:
     context = it.arrives("warm", keys)
     context.set_offload_key_position(boundary, 2 * CHUNK_TOKENS + 8)
     found = keys[: it.find(keys, context)]
-    it.scan([boundary], context)  # vLLM asks for it behind the whole chunks, in the same step
+    it.scan([boundary], context)  # vLLM looks it up after the whole chunks, in the same step
     it.manager.prepare_load(found, context)
     it.step()
     it.manager.complete_load(set(found), context)

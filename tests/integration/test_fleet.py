@@ -26,7 +26,7 @@ WAIT_S = 60.0
 CPU = ("CPU", None)
 WAITS = {"kvtier": {"wait_s": WAIT_S}}
 STEM, OWN, TAIL = 25 * BLOCK_TOKENS, 6 * BLOCK_TOKENS, 8
-"""Tokens that the prompts of a family share, that each has for itself, and that fill no chunk."""
+"""Tokens that a family's prompts share, tokens of each prompt alone, and tokens that fill no chunk."""
 
 
 def family(number: int) -> list[Tokens]:
@@ -36,14 +36,14 @@ def family(number: int) -> list[Tokens]:
 
 FAMILIES = [family(number) for number in range(3)]
 ONCE = len(FAMILIES) * (STEM + len(FAMILIES[0]) * (OWN + TAIL))
-"""Tokens of all families, each computed once."""
+"""Tokens of all families if each is computed once."""
 
 
 @contextmanager
 def started(
     launcher: Launcher, llama: Path, shared: SharedTier, *numbers: int, router: Router | None = None
 ) -> Iterator[list[Engine]]:
-    """Start engines, each already served with the first one's chunks; a router follows the first one."""
+    """Start engines that each have loaded the first one's chunks; a router follows the first one."""
     with ExitStack() as stack:
         engines: list[Engine] = []
         for number in numbers:
@@ -58,7 +58,9 @@ def started(
             engines.append(stack.enter_context(engine))
             engine.until_up(shared.name)
             engine.served(prompt(number))
-        for number, engine in zip(numbers, engines, strict=True):  # peers are connected when that is answered
+        for number, engine in zip(
+            numbers, engines, strict=True
+        ):  # once this is answered, peers are connected
             for other in set(numbers) - {number}:
                 _, loaded = engine.served(prompt(other), kv_transfer_params=WAITS)
                 assert loaded == {shared.name: PROMPT_CHUNKS}
@@ -66,7 +68,7 @@ def started(
 
 
 def computed(engines: Sequence[Engine], prompts: Sequence[list[Tokens]]) -> tuple[list[list[Tokens]], int]:
-    """Have each engine asked its prompts, all engines at once; return answers, and the tokens computed."""
+    """Send each engine its prompts, all engines at once; return answers, and the tokens computed."""
 
     def ask(engine: Engine, mine: list[Tokens]) -> dict[str, Any]:
         said = engine.call("computed", module=ROLES, prompts=mine, output_tokens=OUTPUT_TOKENS)
@@ -132,7 +134,7 @@ def test_nixl_refuses_other_caches(
 
 @dataclass(frozen=True)
 class Routed:
-    """Two engines behind a router, which has the second one read what the first one has computed."""
+    """Two engines behind a router that makes the second one read the first one's chunks."""
 
     first: Engine
     second: Engine
@@ -140,7 +142,7 @@ class Routed:
     shared: SharedTier
 
     def compute(self, asked: Tokens) -> list[int]:
-        """Have the first engine compute a prompt; return the blocks that its KV events tell of."""
+        """Let the first engine compute a prompt; return the blocks that its KV events report."""
         self.first.served(asked)
         self.router.until(self.first, lambda: len(self.router.chain(CPU, asked)) == PROMPT_CHUNKS)
         return [int.from_bytes(found[-8:], "big") for found in self.router.chain(CPU, asked)]

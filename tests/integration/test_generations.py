@@ -1,4 +1,4 @@
-"""Versions of vLLM with one KV format read each other's chunks, and say the same to every prompt.
+"""Versions of vLLM with one KV format read each other's chunks, and give the same answer to every prompt.
 
 The other versions come from the environment: ``KVTIER_VLLMS`` is a JSON list of objects with ``python``, the
 interpreter of an environment that has vLLM and kvtier, and ``environment``, variables for it such as
@@ -49,7 +49,7 @@ def launchers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Launche
 def test_versions_read_each_other(
     launchers: list[Launcher], make_llama: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Let each version write its own prompts to one root and read all of them, also after a restart."""
+    """Let each version write its own prompts to one root and read all of them, including after a restart."""
     model = make_llama()
     root = tmp_path / "root"
     settings = {

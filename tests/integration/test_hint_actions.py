@@ -1,6 +1,6 @@
-"""Actions of clients in the manager: what they do, what becomes of them, and what hostile ones cannot do.
+"""Client actions in the manager: their effects, their outcomes, and the limits of hostile ones.
 
-The manager is asked as vLLM's scheduler asks it.
+The test calls the manager as vLLM's scheduler does.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Engine(World):
         return context
 
     def end(self, context: ReqContext) -> list[tuple[str, str]]:
-        """End a request; return the outcomes that its response has."""
+        """End a request; return the outcomes in its response."""
         told = self.manager.response_params(context.req_id, context.kv_transfer_params) or {"kvtier": {}}
         self.step([context.req_id])
         self.manager.on_request_finished(context)
@@ -81,7 +81,7 @@ class Engine(World):
         return sum(key in self.core.table.visible for key in keys)
 
     def flood(self) -> None:
-        """Others' requests take all slots that they can get."""
+        """Other clients' requests take all slots that they can get."""
         for number in range(100, 108):
             self.turn(f"other {number}", prompt(number, 8))
 
@@ -127,7 +127,7 @@ def test_demoted_session_returns_by_prefetch(make: Make) -> None:
     it.flood()
     assert it.in_memory(keys) == 0
     assert it.turn("c", [], action("kv.prefetch", session="s")) == [("accepted", "ok")]
-    while it.manager.has_pending_work():  # the engine goes on with its steps
+    while it.manager.has_pending_work():  # the engine continues its steps
         it.step()
     it.flood()
     assert it.in_memory(keys) == 4
@@ -451,7 +451,7 @@ hostile = st.fixed_dictionaries({}, optional={"kv_hint": envelopes | junk, "kvti
 
 
 def _as_records(found: Any) -> KvHintsEnvelope | None:
-    """Return an envelope as vLLM's own records, which check nothing."""
+    """Return an envelope of vLLM's own records, which validate nothing."""
     if not isinstance(found, dict) or not isinstance(found.get("actions"), list):
         return None
     fields = ("action_id", "action_type", "action_version", "payload")
@@ -460,7 +460,7 @@ def _as_records(found: Any) -> KvHintsEnvelope | None:
 
 
 class Hostile:
-    """An engine that goes through any envelopes, and is compared with itself without them."""
+    """An engine that receives arbitrary envelopes, compared with the same engine without them."""
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -470,12 +470,12 @@ class Hostile:
         self.running: list[ReqContext] = []
 
     def end(self, most: int) -> None:
-        """End the oldest requests, until no more than ``most`` run."""
+        """End the oldest requests until at most ``most`` run."""
         while len(self.running) > most:
             self.it.manager.on_request_finished(self.running.pop(0))
 
     def serve(self, params: Any, number: int, length: int) -> None:
-        """Serve a request with hints, and check what it found and what is left of it."""
+        """Serve a request with hints; check its hits and its remaining state."""
         self.turns += 1
         name, keys = f"turn {self.turns}", prompt(number, length)
         found = params.get("kv_hint") if isinstance(params, dict) else None
@@ -498,7 +498,7 @@ class Hostile:
         assert len(self.it.manager.actions.running) <= len(self.running)
 
     def load(self, keys: list[OffloadKey], context: ReqContext) -> None:
-        """Wait for answers, no longer than the bounds; load what is found, and compare the bytes."""
+        """Wait for answers, no longer than the bounds; load the hits, and compare the bytes."""
         steps = 0
         while (scanned := self.it.scan(keys, context))[1]:
             self.it.step()
@@ -526,7 +526,7 @@ def test_hostile_hints_change_nothing(caplog: pytest.LogCaptureFixture) -> None:
         hinted = [line for line in caplog.messages if "hints ignored" in line]
         assert len(hinted) <= 2 + it.turns * 0.6 / 30, "at most one in 30 seconds"
         assert not any("\nERROR" in line for line in caplog.messages)
-        for number in range(1, 7):  # requests without hints have the engine for themselves afterwards
+        for number in range(1, 7):  # afterwards only requests without hints run
             it.serve(None, number, 6)
         it.end(most=0)
         assert not it.it.manager.actions.running

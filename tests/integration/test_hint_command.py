@@ -39,7 +39,7 @@ class Site:
     folder: Path
 
     def hint(self, *arguments: str, text: str = "", blocks: list[int] | None = None) -> tuple[int, str]:
-        """Run the command; return its status, and the first word and the reason of what it prints."""
+        """Run the command; return its status, and the first word and the reason of its output."""
         command = [sys.executable, "-m", "kvtier", "hint", self.server.url, *arguments, "--json"]
         if text:
             command += ["--prompt", "-"]
@@ -54,7 +54,7 @@ class Site:
         return done.returncode, f"{told['outcome']} {told['reason']}"
 
     def blocks(self) -> list[int]:
-        """Return the blocks of the one prompt that was stored, as KV events name them."""
+        """Return the blocks of the one stored prompt, as KV events name them."""
         deadline, stored = time.monotonic() + UNTIL_S, list[dict[str, Any]]()
         while len(stored) < PROMPT_CHUNKS:
             assert time.monotonic() < deadline, self.router.events

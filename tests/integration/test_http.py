@@ -47,12 +47,12 @@ pytestmark = pytest.mark.timeout(900)
 
 CHUNK_BYTES = 128 * 1024
 SLOTS = 256
-FULL_BYTES = 2 * 2**20  # a prompt's chunks do not all fit
+FULL_BYTES = 2 * 2**20  # less than all of a prompt's chunks need
 ROOMY_BYTES = 2**30
 PROMPT = prompt(1)
 OTHERS = [prompt(seed) for seed in range(10, 16)]  # more than the device cache holds
 STORED = (1 + len(OTHERS)) * PROMPT_CHUNKS
-STUCK_S = 5.0  # until a put that hangs is given up; its gets, which do not hang, are never so late
+STUCK_S = 5.0  # until a hanging put is given up; gets do not hang, and are never so late
 UNTIL_S = 60.0
 AT_ONCE = 10
 UNHEALTHY = ("KvtierTierUnhealthy", "stuck", "pending")
@@ -63,7 +63,7 @@ class Server(ApiServer):
 
     Args:
         model: directory of the model, with a tokenizer.
-        servers: how many API servers there are before the one engine.
+        servers: number of API servers in front of the one engine.
     """
 
     def __init__(self, model: Path, settings: Mapping[str, Any], log: Path, servers: int = 1) -> None:
@@ -100,7 +100,7 @@ class Server(ApiServer):
         return [piece for piece in pieces if piece]
 
     def answer(self, tokens: Sequence[int], **more: Any) -> Tokens:
-        """Send a prompt, and perhaps more fields of a request; return the tokens of the answer."""
+        """Send a prompt, with optional further fields of a request; return the tokens of the answer."""
         order = {"model": "tiny", "prompt": list(tokens), "max_tokens": OUTPUT_TOKENS, "temperature": 0}
         with self.open(
             "/v1/completions", order | {"ignore_eos": True, "return_token_ids": True} | more
@@ -108,7 +108,7 @@ class Server(ApiServer):
             return list(json.load(it)["choices"][0]["token_ids"])
 
     def memory_bytes(self) -> int:
-        """Return the memory that its processes have for themselves."""
+        """Return the private memory of its processes."""
         found = 0
         for folder in Path("/proc").iterdir():
             if folder.name.isdecimal():
@@ -129,7 +129,7 @@ class Server(ApiServer):
         return Metrics(samples)
 
     def until(self, condition: Callable[[Metrics], bool]) -> Metrics:
-        """Have the engine do steps that store nothing until its metrics fulfil a condition."""
+        """Let the engine run steps that store nothing until its metrics fulfil a condition."""
         deadline = time.monotonic() + UNTIL_S
         while True:
             self.complete([2, 3], 2)
@@ -159,10 +159,10 @@ class Hostile:
     Attributes:
         answers: the received answers with the number of each prompt, and their hints.
         failed: requests by HTTP status; vLLM cannot pass on some numbers and strings.
-        seconds: how long all took.
-        lines: lines of the log that tell of hints.
-        grown_bytes: memory that the server's processes have gained since the first tenth.
-        kept_bytes: host memory that is pinned at the end.
+        seconds: total time of all requests.
+        lines: log lines about hints.
+        grown_bytes: growth of the server processes' memory since the first tenth.
+        kept_bytes: pinned host memory at the end.
     """
 
     answers: list[tuple[int, Tokens, Any]] = field(default_factory=list)
@@ -184,7 +184,7 @@ class FirstRun:
         alerts: name, tier and state of the alerts, once each panel that can has data.
         top: output of ``kvtier top`` for the metrics.
         replayed: later measurements of ``kvtier bench replay``.
-        hostile: what became of later requests with hostile hints.
+        hostile: results of later requests with hostile hints.
     """
 
     root: Path
@@ -198,7 +198,7 @@ class FirstRun:
 
 @pytest.fixture(scope="module")
 def first_run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> FirstRun:
-    """Serve over a tier in files, one that is too small, and one whose puts hang."""
+    """Serve over a file tier, a tier that is too small, and one whose puts hang."""
     folder = tmp_path_factory.mktemp("http")
     root = folder / "root"
     small = {"max_bytes": FULL_BYTES, "eviction": "none"}
@@ -228,7 +228,7 @@ def first_run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> FirstRun
 
 
 def _send_hostile(server: Server, log: Path) -> Hostile:
-    """Send requests with hostile hints, some at once, and requests without hints afterwards."""
+    """Send requests with hostile hints, some concurrently, and then requests without hints."""
     found, started = Hostile(), time.monotonic()
     rounds = effort(30, 1_000)
     memory: list[int] = []
@@ -308,12 +308,12 @@ def _put(metrics: Metrics) -> float:
 
 
 def _is_given_up(metrics: Metrics) -> bool:
-    """Return whether the tier that hangs is given no more puts."""
+    """Return whether the hanging tier gets no more puts."""
     return metrics.value("kvtier_breaker_state", tier="stuck", verb="put") == 2
 
 
 def _has_settled(metrics: Metrics) -> bool:
-    """Return whether the tier that hangs was given up, and bytes and copies were looked at since."""
+    """Return whether the hanging tier was given up, and bytes and copies were sampled since."""
     full = ("kvtier_put_chunks", "kvtier_put_failed_chunks")
     return (
         _is_given_up(metrics)
@@ -327,7 +327,7 @@ def _has_settled(metrics: Metrics) -> bool:
 
 def test_streamed_tokens_are_right(first_run: FirstRun, reference: Ask) -> None:
     assert [_joined(pieces) for pieces in first_run.answers] == reference(PROMPT) * 2
-    assert max(map(len, first_run.answers)) > 1  # tokens that are held back arrive with the next piece
+    assert max(map(len, first_run.answers)) > 1  # vLLM sends held-back tokens with the next piece
 
 
 def test_metrics_are_complete(first_run: FirstRun) -> None:
@@ -388,7 +388,7 @@ def test_failed_puts_counted_by_cause(first_run: FirstRun) -> None:
 
 def test_prometheus_shows_hanging_tier(first_run: FirstRun) -> None:
     shown = [panel for panel, expression in panels().items() if _has_samples(first_run.metrics, expression)]
-    assert len(shown) >= 15  # the others show gets and failures that there were none of
+    assert len(shown) >= 15  # the others show gets and failures; there were none
     may_be_seen = {"KvtierTierFull", "KvtierTierTakesNothing", "KvtierPutsDropped"}
     assert UNHEALTHY in first_run.alerts
     assert {(name, state) for name, _, state in first_run.alerts - {UNHEALTHY}} <= {
@@ -452,13 +452,13 @@ def test_two_servers_restart_and_reset(
 
 
 def _has_told_the_restart(metrics: Metrics) -> bool:
-    """Return whether all that the engine did after the restart is counted.
+    """Return whether everything that the engine did after the restart is counted.
 
-    It reports each event to one of the API servers, which count at their own pace: the first event may
-    show last.
+    It reports each event to one of the API servers, which count at their own pace: the first event may show
+    last.
     """
     value = metrics.value
-    hits = PROMPT_CHUNKS * BLOCK_TOKENS if vllm_release() >= (0, 32) else 0  # which asks where hits are from
+    hits = PROMPT_CHUNKS * BLOCK_TOKENS if vllm_release() >= (0, 32) else 0  # it asks where the hits are from
     return (
         metrics.loaded() == {"fs": PROMPT_CHUNKS}
         and value("vllm:prompt_tokens_cached_by_source", source="disk") == hits

@@ -1,4 +1,4 @@
-"""Another model at the same path finds none of the chunks of the one before it."""
+"""Another model at the same path finds none of the previous model's chunks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMPTS = [prompt(1), prompt(2)]
 
 
 def _other_weights(model: Path) -> None:
-    """Give every weight the other sign; the file is as long as before."""
+    """Negate every weight; the file keeps its length."""
     path = model / "model.safetensors"
     held = path.read_bytes()
     header = 8 + int.from_bytes(held[:8], "little")

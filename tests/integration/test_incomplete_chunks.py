@@ -1,7 +1,7 @@
-"""A request that hits the device cache inside a chunk lacks the first blocks of that chunk in a window.
+"""With a sliding window, a request that hits the device cache inside a chunk lacks that chunk's first blocks.
 
-vLLM offers the chunk once its last block is computed. It must not be stored: the first blocks are not copied,
-and a later prompt that shares less of the text reads them.
+vLLM offers the chunk once its last block is computed. kvtier must not store it: its first blocks would not be
+copied, and a later prompt that shares less text reads them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROOM: dict[str, Any] = {"num_gpu_blocks_override": 400}
 
 
 def chat(engine: Engine, *, between: list[Tokens]) -> list[Tokens]:
-    """Ask both turns of a chat, and a prompt that shares the beginning, which the device has forgotten."""
+    """Send both turns of a chat, and a prompt with the same beginning that the device no longer caches."""
     (answer,) = engine.generate(FIRST_TURN)
     engine.generate(*between)
     engine.settled()
@@ -61,4 +61,4 @@ def test_window_begins_inside_chunk(
         answers = chat(engine, between=between)
         dropped = engine.metrics().value("kvtier_dropped_chunks", verb="store", reason="incomplete")
     assert answers == expected
-    assert dropped == 2  # one in each group of windows
+    assert dropped == 2  # one in each window group

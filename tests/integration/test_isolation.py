@@ -25,7 +25,7 @@ MUCH_LATER_S = 60.0  # on a busy machine
 def settings(tmp_path: Path) -> dict[str, Any]:
     return {
         "cpu_bytes_to_use": "16MiB",
-        "eviction_policy": "lru",  # others may keep what was asked for often
+        "eviction_policy": "lru",  # other policies may keep often-used chunks
         "request_deadline_s": DEADLINE_S,
         "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path), "min_free_bytes": 0}],
     }
@@ -41,7 +41,7 @@ def test_dead_process_costs_misses(
             engine.generate(*OTHERS)
             engine.settled()
             tiers = process_of_tiers(engine)
-            if end is signal.SIGSTOP:  # they wait for it, until their deadline
+            if end is signal.SIGSTOP:  # the requests wait for it, until their deadline
                 os.kill(tiers, end)
             begun_s = time.monotonic()
             engine.tell("generate", prompts=[*PROMPTS, *OTHERS], output_tokens=8, together=True)

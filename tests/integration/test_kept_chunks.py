@@ -59,7 +59,7 @@ def test_kept_chunks_stay_in_memory(launcher: Launcher, llama: Path, reference: 
     with launcher.start(llama, settings, num_gpu_blocks_override=24, max_model_len=640) as engine:
         begun = time.monotonic()
         engine.generate(*OTHERS)
-        away_s = 4 + 8 * (time.monotonic() - begun)  # the others are done long before half of it has passed
+        away_s = 4 + 8 * (time.monotonic() - begun)  # the others finish long before half of it has passed
         engine.generate(SESSION, **_hints(next_use_s=away_s))
         engine.generate(*OTHERS)
         engine.until(
@@ -82,7 +82,7 @@ def test_priorities_survive_floods(launcher: Launcher, llama: Path, reference: A
         engine.generate(*OTHERS)
         assert engine.served(SESSION) == ([high], FOUND)
         assert engine.served(STRANGER) == ([default], {}), "it had the default priority"
-        for other in OTHERS:  # one by one: in flight together they would need more room than is left
+        for other in OTHERS:  # one by one: together they would need more room than is left
             engine.generate(other, **_hints(priority=0))
             engine.settled()
         assert engine.served(STRANGER) == ([default], FOUND)
@@ -91,7 +91,7 @@ def test_priorities_survive_floods(launcher: Launcher, llama: Path, reference: A
 
 
 def _release(engine: Engine, chunks: int, **how: Any) -> None:
-    """Compute or load the session; wait until ``chunks`` were released; empty the device's cache."""
+    """Compute or load the session; wait for the release of ``chunks`` chunks; empty the device's cache."""
     engine.generate(SESSION, **how)
     engine.until(
         lambda it: it.value("kvtier_released_chunks") == chunks, "it has left host memory for the tier"

@@ -1,4 +1,4 @@
-"""The primary tier's memory outlives an engine that is killed; the next engine loads from it."""
+"""The primary tier's memory outlives a killed engine; the next engine loads from it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Regions = Callable[[], list[Path]]
 
 
 def owner_of(region: Path) -> str:
-    """Return the word for the engine in a region's note; "" if it is not to be kept."""
+    """Return the engine's token in a region's note; "" if the region is not to be kept."""
     with region.open("rb") as file:
         file.seek(-NOTE_BYTES, os.SEEK_END)
         note = file.read().decode(errors="replace")
@@ -54,7 +54,7 @@ def owner_of(region: Path) -> str:
 
 @pytest.fixture(scope="module")
 def owner(launcher: Launcher, llama: Path) -> str:
-    """The word for the engines of these tests."""
+    """The token of these tests' engines."""
     with launcher.start(llama, SETTINGS | {"keep_host_memory_s": 0.1}) as engine:
         (region,) = engine.regions
         return owner_of(region)
@@ -62,7 +62,7 @@ def owner(launcher: Launcher, llama: Path) -> str:
 
 @pytest.fixture
 def regions(owner: str) -> Iterator[Regions]:
-    """Find the memory of these engines, kept or in use; at the end, remove it."""
+    """Find the memory of these engines, kept or in use; remove it at the end."""
 
     def find() -> list[Path]:
         return [path for path in SHARED_MEMORY.glob("kvtier_*") if _is_of(owner, path)]
@@ -85,14 +85,14 @@ def is_kept(regions: Regions) -> bool:
 
 @contextmanager
 def started(launcher: Launcher, model: Path) -> Iterator[Engine]:
-    """Run an engine whose tier process is ready."""
+    """Run an engine until its tier process is ready, and yield it."""
     with launcher.start(model, SETTINGS) as engine:
         engine.until_up("adopted")
         yield engine
 
 
 def killed(engine: Engine, regions: Regions) -> None:
-    """Kill an engine that has stored everything, and wait until its guard keeps the memory."""
+    """Kill an engine that has stored everything; wait until its guard keeps the memory."""
     engine.settled()
     engine.kill()
     wait_until(lambda: is_kept(regions))
@@ -146,7 +146,7 @@ def test_chunks_of_another_identity_are_not_adopted() -> None:
 def test_nothing_is_adopted_from_an_engine_that_was_reset(
     launcher: Launcher, llama: Path, reference: Ask, regions: Regions
 ) -> None:
-    """It may have had other weights since than those in the model's files."""
+    """Since then it may have had weights other than those in the model's files."""
     with started(launcher, llama) as engine:
         engine.served(prompt(1))
         engine.reset()
@@ -159,16 +159,16 @@ def test_nothing_is_adopted_from_an_engine_that_was_reset(
 
 
 class Restarts:
-    """Engines that use the same memory one after the other. A process of each is killed at a drawn moment.
+    """Engines that use the same memory one after the other. A process of each is killed at a random moment.
 
     Args:
-        launcher: where they are started.
-        model: of all.
+        launcher: starts them.
+        model: the model of all engines.
         reference: the right answers.
         regions: finds their memory.
         chance: draws victims, moments and prompts.
-        settings: of kvtier.
-        arguments: of ``Launcher.start``.
+        settings: kvtier's settings.
+        arguments: arguments of ``Launcher.start``.
 
     Attributes:
         counts: kills by victim and moment, and adopted chunks that were loaded.
@@ -193,14 +193,14 @@ class Restarts:
         self._victims += [kills.WORKER] if arguments else []
         self._first = len(launcher.engines)
         self._prompts = (prompt(seed) for seed in itertools.count(chance.getrandbits(40)))
-        self._asked = [next(self._prompts) for _ in range(4)]  # the last ones first
-        self._whole: Sequence[Tokens] = ()  # those whose chunks were stored, so that the next engine has them
+        self._asked = [next(self._prompts) for _ in range(4)]  # the most recent ones first
+        self._whole: Sequence[Tokens] = ()  # prompts whose chunks were stored: the next engine has them
         self._was_reset = True  # or has never run
         self._inode: int | None = None  # of their memory
-        self._is_guarded = False  # else an engine of another test that starts removes it
+        self._is_guarded = False  # if not, an engine that another test starts removes it
 
     def run(self, rounds: int) -> None:
-        """Kill an engine per round, and end with one that stops in an orderly way."""
+        """Kill an engine per round, and stop the last one in an orderly way."""
         for _ in range(rounds):
             self._restart()
         with self._start() as engine:
@@ -238,11 +238,11 @@ class Restarts:
         was_hit = kills.KILLED in self._launcher.engines[-1].log()
         self.counts[f"{victim} in {moment}" if was_hit else f"all after {moment}"] += 1
         self._is_guarded = is_late and not (victim == kills.GUARD and was_hit)
-        if self._is_guarded and chance.random() < 0.5:  # else the next one starts at once
+        if self._is_guarded and chance.random() < 0.5:  # if not, the next engine starts at once
             wait_until(lambda: is_kept(self._regions))
 
     def _check(self, engine: Engine) -> None:
-        """Compare what is to be in the memory of the engine before."""
+        """Compare the chunks that the previous engine's memory must hold."""
         engine.until_up("adopted")
         (inode,) = {path.stat().st_ino for path in self._regions()}
         if inode != self._inode:
@@ -257,7 +257,7 @@ class Restarts:
         self.counts["engines that adopted"] += "adopted" in found
 
     def _use(self, engine: Engine, *, is_reset: bool) -> None:
-        """Store, load, and reset where asked for. The engine may be killed meanwhile."""
+        """Store, load, and optionally reset. The engine may be killed meanwhile."""
         new = [next(self._prompts) for _ in range(4)]
         old = self._chance.sample(self._asked, 4)
         self._asked = [*self._chance.sample([*self._whole, *new], 4), *self._asked][:40]

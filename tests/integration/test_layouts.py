@@ -86,7 +86,7 @@ RING = CircularBufferSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=8, 
 
 @dataclass(frozen=True)
 class Case:
-    """A KV cache: its groups, each a spec and a number of layers, and how the allocation is laid out."""
+    """A KV cache: its groups, each a spec and a number of layers, and the layout of the allocation."""
 
     groups: Sequence[tuple[KVCacheSpec, int]]
     layout: KVCacheLayout = KVCacheLayout.LBNHC
@@ -150,7 +150,7 @@ class Cache:
         return self.connector.worker
 
     def pages_of(self, group: int, blocks: Sequence[int]) -> torch.Tensor:
-        """Return where in the memory the pages of these blocks are, as a mask."""
+        """Return a mask of the memory that the pages of these blocks occupy."""
         mask = torch.zeros(self.nbytes, dtype=torch.int8)
         views = self._views(mask, self._case)
         for name in self.config.kv_cache_groups[group].layer_names:
@@ -198,7 +198,7 @@ def _each_layer(group: KVCacheGroupSpec) -> list[KVCacheSpec]:
 
 
 def _vllm_config(case: Case, blocks_per_chunk: int) -> Any:
-    """Make the part of vLLM's configuration that its code reads here."""
+    """Make the part of vLLM's configuration that vLLM's code reads here."""
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
             engine_id=f"layouts-{uuid.uuid4()}",
@@ -268,7 +268,7 @@ def test_only_loaded_blocks_change(case: Case, blocks_per_chunk: int) -> None:
     worker = cache.register()
     groups = len(cache.config.kv_cache_groups)
     stored, loaded = [5, 6, 7, 2, 11, 10][: 2 * blocks_per_chunk], [20, 3, 4][: 1 + blocks_per_chunk]
-    first = blocks_per_chunk - 1  # the first chunk is entered at its last block
+    first = blocks_per_chunk - 1  # the load enters the first chunk at its last block
     slots = [9, 4]
     try:
         for group in range(groups):
@@ -303,7 +303,7 @@ def _owned(cache: Cache, group: int, blocks: Sequence[int], case: Case) -> torch
 
 
 def test_first_step_keeps_loaded_scales() -> None:
-    """vLLM's Triton backend sets all scales of a layer to 1 when it first computes with it."""
+    """vLLM's Triton backend sets all scales of a layer to 1 the first time it computes with the layer."""
     impl = object.__new__(TritonAttentionImpl)
     impl._is_per_token_head_quant = True
     pages = torch.zeros((NUM_BLOCKS, 2, BLOCK_TOKENS, 2 * (8 + 4)), dtype=torch.int8)
@@ -321,8 +321,8 @@ def test_first_step_keeps_loaded_scales() -> None:
 
 @from_vllm((0, 32), "pads no blocks in such a cache")
 def test_partial_layout_is_refused() -> None:
-    # Pages that are padded to an alignment look like a packed block to vLLM's worker (0.32, 0.33): it
-    # tells of the first layer alone. The sizes do not add up then, and nothing may be offloaded.
+    # vLLM's worker (0.32, 0.33) mistakes pages padded to an alignment for a packed block, and reports only
+    # the first layer. The sizes do not add up then, and kvtier must offload nothing.
     case = Case([(replace(FULL, block_stride_alignment=768), 3)])
     cache = Cache(case, 1)
     with pytest.raises(RegionError, match="this KV cache layout is not supported"):
@@ -330,7 +330,7 @@ def test_partial_layout_is_refused() -> None:
 
 
 def test_steps_that_fail_are_refused() -> None:
-    """vLLM's worker ends such a step as others: its stores begin with the next one."""
+    """vLLM's worker ends a failed step like any other: its stores start with the next step."""
     cache = Cache(CASES["latent attention"], 1)
     cache.vllm_config.parallel_config.enable_fault_tolerance = True
     with (
@@ -342,7 +342,7 @@ def test_steps_that_fail_are_refused() -> None:
 
 @pytest.mark.parametrize("answers", [False, True])
 def test_answers_of_diffusion_are_refused(answers: bool) -> None:
-    """The last forward pass of a read-only answer is over noise."""
+    """The last forward pass of a read-only answer uses noise."""
     cache = Cache(CASES["full attention"], 1)
     cache.vllm_config.model_config.is_diffusion = True
     cache.spec.config.extra_config["offload_prompt_only"] = not answers
@@ -358,7 +358,7 @@ def test_answers_of_diffusion_are_refused(answers: bool) -> None:
 def test_routed_experts_are_refused_unless_they_limit_hits(
     limits_hits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's worker raises where it has none for a loaded chunk, as after a restart."""
+    """vLLM's worker raises if it has no routed experts for a loaded chunk, for example after a restart."""
     monkeypatch.setattr("kvtier.adapters.vllm.spec.CAPS_HITS_BY_EXPERTS", limits_hits)
     cache = Cache(CASES["full attention"], 1)
     cache.vllm_config.aux_output_config = AuxOutputConfig(enable_return_routed_experts=True)
@@ -391,7 +391,7 @@ def test_unclean_prefixes_are_refused(spec: KVCacheSpec) -> None:
 
 @pytest.mark.parametrize(("pooling", "is_refused"), [("LAST", False), ("MEAN", True), ("CLS", True)])
 def test_pooling_of_all_tokens_is_refused(pooling: str, is_refused: bool) -> None:
-    """Such a pooler fails in the engine's step if a part of the prompt is loaded."""
+    """Such a pooler fails in the engine's step if part of the prompt was loaded."""
     cache = Cache(CASES["full attention"], 1)
     model = cache.vllm_config.model_config
     model.attn_type = "decoder"
@@ -403,7 +403,7 @@ def test_pooling_of_all_tokens_is_refused(pooling: str, is_refused: bool) -> Non
 
 
 def test_processes_that_schedule_alone_are_refused() -> None:
-    """Each would wait for reports of workers that only another one gets."""
+    """Each process would wait for reports of workers that only another process receives."""
     cache = Cache(CASES["full attention"], 1)
     parallel = cache.vllm_config.parallel_config
     parallel.distributed_executor_backend, parallel.world_size = "external_launcher", 2
@@ -415,7 +415,7 @@ def test_processes_that_schedule_alone_are_refused() -> None:
 
 
 def test_ids_of_clients_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's connector fails in a step if a request has the id of one that has just ended."""
+    """vLLM's connector fails in a step if a request reuses the id of one that has just ended."""
     monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
     with pytest.raises(ConfigError, match="VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is not supported"):
         Cache(CASES["full attention"], 1)
@@ -432,7 +432,7 @@ def test_snapshots_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_workers_with_other_memory_are_refused() -> None:
-    """Their parts of a chunk would be zeros in every tier."""
+    """Those workers' parts of a chunk would be zeros in every tier."""
     cache = Cache(CASES["full attention"], 1)
     with pytest.raises(ConfigError, match=r"workers \[0\] of the engine do not share its memory"):
         cache.spec.get_manager()
@@ -440,14 +440,14 @@ def test_workers_with_other_memory_are_refused() -> None:
 
 
 def test_replicas_keep_memory_of_their_own() -> None:
-    """Each would remove what is kept for the other one, or find its own removed."""
+    """With shared memory, each replica would remove the memory kept for the other one."""
     cache = Cache(CASES["full attention"], 1)
     parallel = cache.vllm_config.parallel_config
     parallel.node_rank_within_dp = 0
     make_independent: Any = ParallelConfig.reconfigure_for_independent_dp_rank
     owners = []
     for parallel.data_parallel_index in range(2):
-        make_independent(parallel)  # as vLLM does with replicas of a dense model
+        make_independent(parallel)  # vLLM does this with replicas of a dense model
         with providing_engine(EngineContext(cache.vllm_config, cache.config)):
             spec = KVTierOffloadingSpec(build_offloading_config(cache.vllm_config, cache.config))
         owners.append(spec._owner())
@@ -468,7 +468,7 @@ def test_late_loads_are_refused() -> None:
     ("size", "first", "kept"),
     [
         (6, 0, [True, True]),
-        (4, 2, [False, True]),  # a window begins inside its first chunk
+        (4, 2, [False, True]),  # the window begins inside its first chunk
         (5, 0, [False, False]),  # an unknown block is missing
         (3, 0, [False, False]),  # a block of each chunk is missing
     ],
@@ -493,7 +493,7 @@ def test_incomplete_chunk_never_returned(size: int, first: int, kept: list[bool]
 
 @pytest.mark.parametrize("ring", [0, 1, 2])
 def test_groups_beside_one_without_prefixes(ring: int) -> None:
-    """vLLM does not offload the group of such a ring buffer, and leaves it out of its jobs."""
+    """vLLM does not offload the group of such a ring buffer, and omits it from its jobs."""
     groups = [(FULL, 2), (WINDOW, 2)]
     groups.insert(ring, (RING, 2))
     offloaded = [group for group in range(3) if group != ring]
@@ -522,7 +522,7 @@ def test_groups_beside_one_without_prefixes(ring: int) -> None:
 
 
 def test_plain_connector_is_refused_beside_such_a_group() -> None:
-    """It would load to within a block, for which the ring lacks keys."""
+    """A load could end inside a block, whose keys the ring lacks."""
     with pytest.raises(ConfigError, match="use KVTierConnector"):
         Cache(Case([(FULL, 2), (RING, 2)]), blocks_per_chunk=1, sees_blocks=False)
 
@@ -541,7 +541,7 @@ def _when_there_are_slots(
 
 
 def chunk_size(case: Case, extra_config: dict[str, Any], retention: int | None = None) -> int:
-    """Return the blocks of a chunk that kvtier chooses for a KV cache."""
+    """Return the chunk size, in blocks, that kvtier chooses for a KV cache."""
     cache = Cache(case, blocks_per_chunk=1)
     cache.vllm_config.kv_transfer_config.kv_connector_extra_config = extra_config
     cache.vllm_config.cache_config.prefix_cache_retention_interval = retention
@@ -551,7 +551,7 @@ def chunk_size(case: Case, extra_config: dict[str, Any], retention: int | None =
 
 
 def blocks_of(pages: int, block_tokens: int = BLOCK_TOKENS) -> Case:
-    """A cache whose block takes ``pages`` times 16 KiB."""
+    """Make a cache whose block takes ``pages`` times 16 KiB."""
     wide = replace(FULL, block_size=block_tokens, num_kv_heads=16 * pages * BLOCK_TOKENS // block_tokens)
     return Case([(wide, 2)])
 
@@ -559,7 +559,7 @@ def blocks_of(pages: int, block_tokens: int = BLOCK_TOKENS) -> Case:
 @pytest.mark.parametrize(
     ("case", "chosen"),
     [
-        (blocks_of(1), 16),  # 256 tokens, though 32 blocks make half a mebibyte
+        (blocks_of(1), 16),  # 256 tokens, though half a mebibyte would need 32 blocks
         (blocks_of(3), 11),
         (blocks_of(8), 4),
         (blocks_of(32), 1),

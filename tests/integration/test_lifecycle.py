@@ -1,4 +1,4 @@
-"""The engine's life: memory pressure, sleep, new weights, shutdown; and the settings that shape it."""
+"""The engine's life: memory pressure, sleep, new weights, shutdown; and the related settings."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_threshold_holds_for_all_tiers(
 
 @pytest.mark.full
 def test_vllm_option_sets_size(launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path) -> None:
-    """``--kv-offloading-size`` sets the connector and the bytes; the rest is where it always is."""
+    """``--kv-offloading-size`` sets the connector and the bytes; other settings stay in their usual place."""
     extra = {"spec_name": "KVTierOffloadingSpec", **patient({"secondary_tiers": [_fs(tmp_path)]})}
     transfer = {"kv_connector_extra_config": extra}
     with launcher.start(llama, kv_offloading_size=1 / 16, kv_transfer_config=transfer) as engine:
@@ -111,7 +111,7 @@ def test_preempted_requests_are_reloaded(launcher: Launcher, llama: Path, refere
 def test_reset_blocks_are_not_stored(
     launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any], preempts: bool
 ) -> None:
-    """vLLM resets the connector even where running requests keep their blocks, and does not say so."""
+    """vLLM resets the connector even if running requests keep their blocks, and does not report it."""
     running, output_tokens = OTHERS[:3], 40
     with launcher.start(llama, settings) as engine:
         engine.served(*PROMPTS)
@@ -158,7 +158,7 @@ def test_reset_of_the_device_reloads_running_requests(
 
 
 def test_resumed_request_keeps_old_blocks(launcher: Launcher, llama: Path, settings: dict[str, Any]) -> None:
-    """vLLM does not say that a preempted request without a whole chunk runs again, and has blocks."""
+    """vLLM does not report that a preempted request without a whole chunk runs again, and has blocks."""
     short = prompt(20, 70)
     longer = prompt(21, shared=short[:64])
     with launcher.start(llama, {**settings, "blocks_per_chunk": 4}) as engine:
@@ -206,7 +206,7 @@ def test_new_weights_need_new_chunks(
         after = engine.served(*PROMPTS)
         engine.reset(connector=False)
         again = engine.served(*PROMPTS)
-    with launcher.start(llama, settings) as engine:  # with the weights that its files hold: the first ones
+    with launcher.start(llama, settings) as engine:  # with the weights in its files: the first ones
         restarted = engine.served(*PROMPTS)
 
     assert answers_of_trained != reference(*PROMPTS)
@@ -256,7 +256,7 @@ def test_hung_tier_delays_nothing(
 def test_hung_disk_delays_no_shutdown(
     launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path
 ) -> None:
-    """vLLM kills an engine that takes longer than 5 s to stop. The tier process hangs on in the kernel."""
+    """vLLM kills an engine that takes longer than 5 s to stop. The tier process still hangs in the kernel."""
     with ExitStack() as stack:
         backend = Files(tmp_path, stack)
         settings = {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [backend.settings]}
@@ -272,6 +272,6 @@ def test_hung_disk_delays_no_shutdown(
             took_s = time.monotonic() - began_s
             log = engine.log()
         assert took_s < UNTIL_S, log[-2000:]
-        # vLLM waits for its workers first: where that takes its 5 s, it never comes to ask kvtier.
+        # vLLM waits for its workers first; if that takes its 5 s, it never shuts kvtier down.
         assert "in flight at the shutdown were not written" in log or "force killing" in log
         wait_until_removed([region])

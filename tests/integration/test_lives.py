@@ -1,4 +1,4 @@
-"""Random lives that load much, with fixed seeds: EAGLE over sliding windows. See ``tests.differential``."""
+"""Random lives with many loads and fixed seeds: EAGLE over sliding windows. See ``tests.differential``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.differential.world import Stage
 from tests.integration.harness import Launcher, Metrics
 
 SEEDS = (2124, 2125)
-"""Chosen anew where draws change: chunks of two blocks, sessions, aborts, files that two engines share."""
+"""Chosen anew when draws change: chunks of two blocks, sessions, aborts, files that two engines share."""
 
 
 @pytest.mark.full

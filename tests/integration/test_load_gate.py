@@ -1,4 +1,4 @@
-"""A tier that becomes slow does not delay requests, and is loaded from again when it is fast."""
+"""A slow tier does not delay requests; requests load from it again once it is fast."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.integration.test_models import GEMMA_MODEL
 PROMPTS = [prompt(seed) for seed in range(6)]  # more than device cache and primary tier hold
 SLOW_S = 3.0
 SETTINGS = {
-    "cpu_bytes_to_use": 40 * 2**17,  # two prompts and some
+    "cpu_bytes_to_use": 40 * 2**17,  # room for a little more than two prompts
     "promotion_budget": 1.0,
     "isolation": "thread",
     "load_gate": "latency",
@@ -33,7 +33,7 @@ def throttle(engine: Engine, latency_s: float) -> None:
 
 
 def ask(engine: Engine, tokens: Sequence[int], expected: Tokens) -> tuple[float, bool]:
-    """Return the seconds until the right answer, and whether chunks of the tier were loaded."""
+    """Return the seconds until the correct answer, and whether it loaded chunks from the tier."""
     before = engine.settled().loaded().get("dummy", 0)
     started = time.monotonic()
     assert engine.generate(tokens) == [expected]

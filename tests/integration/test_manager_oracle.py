@@ -1,6 +1,6 @@
-"""Beside vLLM's own CPU manager on random traces: hits, eviction and events of both managers agree.
+"""kvtier's manager agrees with vLLM's own CPU manager on random traces: hits, evictions and events.
 
-No engine runs: the managers are driven as vLLM's scheduler drives them.
+No engine runs: the test drives the managers as vLLM's scheduler does.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Life:
 
 
 def by_group(chunks: Sequence[Sequence[bytes]]) -> list[OffloadKey]:
-    """Return the keys of chunks as vLLM offers them: one group after the other."""
+    """Return the keys of chunks in the order in which vLLM offers them: one group after the other."""
     return [OffloadKey(keys[group]) for group in range(GROUPS) for keys in chunks]
 
 
@@ -133,7 +133,7 @@ def test_concurrent_requests_hit_as_often(batch: int) -> None:
 
 
 def hits_of(manager: OffloadingManager, seed: int, batch: int) -> int:
-    """Return the hits of a trace whose requests run four at a time."""
+    """Return the hits of a trace that runs four requests at a time."""
     random, hits = Random(seed), 0
     running: list[tuple[Life, int]] = []
     for number, prompt in enumerate(prompts(Random(seed))):

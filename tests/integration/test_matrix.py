@@ -1,4 +1,4 @@
-"""Whatever a tier suffers while requests run: no wrong token, no failed request, no long wait; it recovers.
+"""No fault of a tier causes a wrong token, a failed request or a long wait; the tier recovers.
 
 One cell: ``pytest tests/integration/test_matrix.py -k "files and hang"``. docs/reliability.md has the table.
 """
@@ -40,7 +40,7 @@ SHOWN_S = 20.0
 FILL_S = 60.0
 MOST = 0.7
 RECOVERY_S = 40.0
-"""Twice as long as the longest pause of a breaker, which grows from cell to cell."""
+"""Twice the longest pause of a breaker, which grows from cell to cell."""
 
 MIDST_S = 0.03
 KEPT = [prompt(seed) for seed in range(12)]
@@ -68,7 +68,7 @@ class Row:
 
     def tell(self, new: int) -> None:
         """Send three of the recurring prompts and some new ones."""
-        self.engine.reset(connector=False)  # prompts in the device's cache would not reach the tiers
+        self.engine.reset(connector=False)  # the device's cache would keep those prompts from the tiers
         self._prompts = [next(self._kept) for _ in range(3)] + [prompt(next(self._new)) for _ in range(new)]
         self.engine.tell("call", **sent(self._prompts))
 
@@ -84,7 +84,7 @@ class Row:
         return self.engine.metrics().value(name, tier=self.backend.tier)
 
     def fill(self) -> None:
-        """Ask until the tier serves most of the prompts that are asked again and again."""
+        """Send prompts until the tier serves most of the recurring ones."""
         deadline = time.monotonic() + FILL_S
         served = 0.0
         while served < MOST * len(KEPT) * PROMPT_CHUNKS:
@@ -122,7 +122,7 @@ class Row:
         }
 
     def recover(self) -> None:
-        """Ask until the tier has served and kept chunks again."""
+        """Send prompts until the tier serves and keeps chunks again."""
         ended = time.monotonic()
         names = ("kvtier_loaded_chunks", "kvtier_put_chunks")
         before = [self.count(name) for name in names]
@@ -143,7 +143,7 @@ def row(
     with ExitStack() as stack:
         backend: Backend = request.param(tmp_path_factory.mktemp("backend"), stack)
         settings = {
-            # Eight of twelve prompts that come back in turn: with lru each has to come from the tier.
+            # Eight of the twelve recurring prompts: with lru each of them must come from the tier.
             "cpu_bytes_to_use": "16MiB",
             "eviction_policy": "lru",
             "request_deadline_s": DEADLINE_S,

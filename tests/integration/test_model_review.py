@@ -1,4 +1,4 @@
-"""Models whose caches releases of vLLM share have the reviewed code: what computes a chunk is the same."""
+"""Models whose caches vLLM releases share have the reviewed code: the same code computes a chunk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from kvtier.adapters.vllm._excluded_settings import SAME_BACKENDS, SAME_MODELS
 pytestmark = pytest.mark.releases
 
 REVIEWED = Path(__file__).with_name("reviewed_models.json")
-"""For each architecture the digests of its code. Several differ in nothing that changes its KV: read them."""
+"""The digests of each architecture's code. Some versions differ only in code that leaves the KV alone: read
+them."""
 
 PLACES = ("vllm.model_executor.models.", "vllm.models.")
 NOT_MODELS = {"adapters", "config", "interfaces", "interfaces_base", "module_mapping", "registry"}
@@ -35,7 +36,7 @@ def file_of(root: Path, module: str) -> Path | None:
 
 
 def imported(module: str, tree: ast.Module, *, is_package: bool) -> Iterator[str]:
-    """Yield the names that may be modules of models."""
+    """Yield the names of possible model modules."""
     package = module.split(".") if is_package else module.split(".")[:-1]
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
@@ -48,7 +49,7 @@ def imported(module: str, tree: ast.Module, *, is_package: bool) -> Iterator[str
 
 @functools.cache
 def read(root: Path, module: str) -> tuple[bytes, frozenset[str]]:
-    """Return the code of a module and the modules of models that it imports."""
+    """Return the code of a module and the model modules that it imports."""
     path = file_of(root, module)
     assert path is not None, module
     tree = ast.parse(path.read_bytes())
@@ -58,7 +59,7 @@ def read(root: Path, module: str) -> tuple[bytes, frozenset[str]]:
 
 
 def digest_of(root: Path, module: str) -> str:
-    """Return a digest of a module, and of all modules of models that it needs."""
+    """Return a digest of a module and of all model modules that it needs."""
     needed, left = set[str](), {module}
     while left:
         needed |= left
@@ -94,7 +95,7 @@ REVIEWED_WRITERS = {
     "vllm.v1.attention.backends.mla.triton_mla": {"e3b0c44298fc1c14"},
     "vllm.v1.attention.backends.triton_attn": {"faf921ad7f36402f", "95c87e0f23784cf5"},
 }
-"""For modules of attention backends the digests of their methods that write to pages."""
+"""The digests of attention backends' methods that write to pages, by module."""
 
 
 def writers_digest(root: Path, module: str) -> str:

@@ -36,7 +36,7 @@ GEMMA = {
     "sliding_window": 64,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
     "query_pre_attn_scalar": 64,
-    "tie_word_embeddings": False,  # else it says its last word again whatever came before
+    "tie_word_embeddings": False,  # if tied, the model repeats its last token regardless of its cache
 }
 GEMMA4 = {
     **GEMMA,
@@ -76,10 +76,10 @@ LLAMA4 = {
     "num_experts_per_tok": 1,
     "interleave_moe_layer_step": 1,
     "attention_chunk_size": 64,
-    "no_rope_layers": [1, 0, 1, 0],  # those without are of full attention, the others of local chunks
+    "no_rope_layers": [1, 0, 1, 0],  # layers without RoPE use full attention, the others local chunks
 }
-# vLLM saves the state of a block's end where a step ends, and on the CPU its Mamba2 can not save one from
-# inside a step. Steps as long as a block need none, and then a hit equals the engine's own.
+# vLLM saves the state at a block's end if a step ends there; on the CPU its Mamba2 cannot save one inside a
+# step. With steps as long as a block, a hit equals the engine's own.
 FALCON_H1 = {
     **{name: value for name, value in SMALL.items() if name != "head_dim"},
     "mamba_d_ssm": 256,
@@ -134,7 +134,7 @@ QWEN3_NEXT_MODEL = ("Qwen3NextConfig", "Qwen3NextForCausalLM", QWEN3_NEXT)
 LFM2_MODEL = ("Lfm2Config", "Lfm2ForCausalLM", LFM2)
 MLA_MODEL = ("DeepseekV2Config", "DeepseekV2ForCausalLM", MLA)
 
-LATENT_BLOCK_TOKENS = 16  # which vLLM insists on for latent attention on the CPU
+LATENT_BLOCK_TOKENS = 16  # vLLM requires it for latent attention on the CPU
 ROOM: dict[str, Any] = {"num_gpu_blocks_override": 200}
 RECOMPUTING = {"kv_connector": "KVTierConnector", "kv_load_failure_policy": "recompute"}
 PARTS_OF_BLOCKS: dict[str, Any] = {"max_num_batched_tokens": 32, "prefix_match_unit": 32}
@@ -153,7 +153,7 @@ class Seen:
     """Answers to ``PROMPTS``, and the chunks loaded for them by tier.
 
     Attributes:
-        expected: by an engine without kvtier, whose own cache holds them.
+        expected: from an engine without kvtier, whose own cache holds them.
         misled: from a primary tier whose chunks were exchanged.
         loaded: from the primary tier.
         loaded_restarted: from the file tier.
@@ -284,10 +284,10 @@ def test_bounds_within_parts_of_blocks(launcher: Launcher, tmp_path: Path) -> No
 
 @pytest.mark.full
 def test_latent_attention(launcher: Launcher, tmp_path: Path) -> None:
-    # vLLM's kernels for latent attention on the CPU disagree with each other: a prompt and its last
-    # token alone, over the same blocks, give other tokens (and it reuses no blocks itself). So a prompt
-    # of whole blocks is compared with itself and the word that followed: when its blocks are loaded,
-    # all that is left to do is what the first engine did next, by the same kernel.
+    # vLLM's kernels for latent attention on the CPU disagree: computing a whole prompt, or only its last
+    # token over the same blocks, gives different tokens (vLLM itself reuses no blocks). So the test sends a
+    # prompt of whole blocks, and then the same prompt with the first token of its answer. After the load of
+    # the blocks only the first engine's next step remains, and the same kernel computes it.
     prompts = [prompt(seed, LATENT_BLOCK_TOKENS * blocks) for seed, blocks in enumerate((3, 6, 20, 48))]
     directory = launcher.make_model(tmp_path / "model", *MLA_MODEL)
     settings = _settings(tmp_path)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.releases
 
 PROMPTS = [prompt(1), *ALL[1:]]
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-PIECES = 3 * BLOCK_TOKENS  # no multiple of it is a prompt's or a chunk's length
+PIECES = 3 * BLOCK_TOKENS  # no length of a prompt or chunk is a multiple of it
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_every_tier_gives_same_tokens(
     assert loaded_restarted["fs"] == chunks
     if arguments.get("enable_prefix_caching", True):
         assert loaded_again == {"cpu": chunks}
-    else:  # shared prefixes are loaded for each prompt
+    else:  # each prompt loads its shared prefix
         assert loaded_again["cpu"] > chunks
     assert loaded_at_once["cpu"] > chunks
     assert bool(drafted) is ("speculative_config" in arguments)
@@ -84,7 +84,7 @@ def test_answers_stored_on_request(
 
     assert [answer] == reference(first, output_tokens=100)
     assert said == reference(further)
-    # The last token of an answer has no keys and values yet when it is said.
+    # The last token of an answer has no keys and values yet when vLLM returns it.
     tokens = len(first) if prompt_only else len(first) + len(answer) - 1
     assert loaded == {"cpu": tokens // BLOCK_TOKENS}
 

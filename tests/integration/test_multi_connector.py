@@ -17,8 +17,8 @@ pytestmark = pytest.mark.releases
 
 MODULE = "tests.integration.transport"
 TRANSPORT = {"kv_connector": "Transport", "kv_connector_module_path": MODULE, "kv_role": "kv_both"}
-BLOCKS = 20  # one prompt takes nearly all of them: the next prompt reuses its blocks
-ENDS = 512 - OUTPUT_TOKENS + 1  # tokens of a prompt whose last chunk is complete with its last token
+BLOCKS = 20  # a prompt takes nearly all of them, so the next prompt reuses its blocks
+ENDS = 512 - OUTPUT_TOKENS + 1  # length of a prompt whose last token completes its last chunk
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
 PLAIN = {"kv_connector": "OffloadingConnector"}
 CHECKED = {"kv_connector": "KVTierConnector", "kv_connector_module_path": "kvtier.adapters.vllm.connector"}
@@ -44,7 +44,7 @@ def start(launcher: Launcher, llama: Path, *children: Mapping[str, Any], **argum
 
 
 def start_small(launcher: Launcher, llama: Path, *children: Mapping[str, Any]) -> Engine:
-    """Start an engine that stores the last chunk of a request when its blocks are already another's."""
+    """Start an engine that stores a request's last chunk after another request took its blocks."""
     sizes = {"num_gpu_blocks_override": BLOCKS, "max_model_len": 600}
     return start(launcher, llama, *children, async_scheduling=True, **sizes)
 
@@ -81,7 +81,7 @@ def test_neighbour_waits_for_stores(
 def test_received_chunks_are_not_for_engines_that_compute(
     launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any], role: str
 ) -> None:
-    """A producer receives, too: vLLM's NixlConnector does with bidirectional_kv_xfer."""
+    """A producer also receives: vLLM's NixlConnector does with bidirectional_kv_xfer."""
     asked = prompt(1)
     with start(launcher, llama, {**TRANSPORT, "kv_role": role}, ours(settings, CHECKED)) as engine:
         engine.call("serve", module=MODULE, prompts=[asked], output_tokens=OUTPUT_TOKENS, how=["async"])

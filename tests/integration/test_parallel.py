@@ -1,4 +1,4 @@
-"""Engines of several workers: the sharing of chunks between splits, with correct tokens."""
+"""Engines of several workers share chunks between splits, with correct tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.integration.harness import (
 
 FIRST, SECOND = [prompt(1), prompt(2)], [prompt(3), prompt(4)]
 CHUNKS = len(FIRST) * PROMPT_CHUNKS
-# A layer's canonical shape: tokens, heads, keys and values, numbers, their bytes.
+# A layer's canonical shape: tokens, heads, keys and values, numbers, bytes of a number.
 PAGE_BYTES = 32 * 2 * 2 * 64 * 4
 ROOM: dict[str, Any] = {"num_gpu_blocks_override": 200}
 TWO_STAGES: dict[str, Any] = {**ROOM, **TWO_WORKERS, "pipeline_parallel_size": 2}
@@ -94,12 +94,12 @@ def test_noncanonical_needs_equal_split(
     with launcher.start(llama, settings, **ROOM, **TWO_RANKS) as engine:
         restarted, loaded_restarted = engine.served(*FIRST)
     others = []
-    for canonical in (False, True):  # neither another layout nor the canonical one is the same cache
+    for canonical in (False, True):  # another layout and the canonical one are different caches
         with launcher.start(llama, {**settings, "canonical_layout": canonical}, **ROOM) as engine:
             others.append(engine.served(*FIRST))
 
     assert cold == again == restarted == reference(*FIRST)
-    assert slots == 768  # cpu_bytes_to_use is meant over all workers
+    assert slots == 768  # cpu_bytes_to_use is the total of all workers
     assert (loaded_again, loaded_restarted) == ({"cpu": CHUNKS}, {"fs": CHUNKS})
     assert others == [(cold, {})] * 2
     assert len(namespaces(tmp_path / "root")) == 3
@@ -109,8 +109,8 @@ def test_noncanonical_needs_equal_split(
 def test_uneven_stages(
     launcher: Launcher, make_llama: Callable[..., Path], settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    # Three layers and two. The primary tier has room for whole slots of either number, so that a stage
-    # that counted with its own would find its slots in other places of the same region.
+    # Three layers and two. The primary tier fits whole slots of either size. A stage that used its own size
+    # would find its slots in other places of the same region.
     model = make_llama(tmp_path / "model", num_hidden_layers=5)
     with launcher.start(model, **ROOM) as engine:
         expected = engine.generate(*FIRST)

@@ -80,7 +80,7 @@ class Fleet:
     decode: Sequence[Server]
 
     def ask(self, tokens: Tokens, *, leaves: bool = False) -> Tokens:
-        """Return the tokens that were streamed; only the first ones where the client leaves."""
+        """Return the streamed tokens; only the first ones if the client leaves."""
         order = {"model": "tiny", "prompt": tokens, "max_tokens": OUTPUT_TOKENS, "temperature": 0}
         order |= {"ignore_eos": True, "stream": True, "return_token_ids": True}
         request = urllib.request.Request(
@@ -119,8 +119,8 @@ def fleet(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fle
     for number, name in enumerate(("p0", "p1", "d0", "d1")):
         (folder / name).mkdir()
         log = folder / name / "server.log"
-        # A worker of vLLM whose engine steps without tokens, as with requests that wait for chunks, spins.
-        # Threads that are bound to the same core then get next to nothing: no prefill may share a decode's.
+        # A vLLM worker spins while its engine steps without tokens, as with requests that wait for chunks.
+        # Threads bound to the same core then get almost no CPU time, so no prefill may share a decode's core.
         servers.append(Server(model, folder / "root", log, cpus[number // 2]))
     with ExitStack() as stack:
         for server in servers:

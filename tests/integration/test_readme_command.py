@@ -28,7 +28,7 @@ def test_vllm_accepts_page_command(page: str, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(logger, "handlers", [])
     monkeypatch.setattr(logger, "level", logging.NOTSET)
     (command,) = re.findall(r"^vllm serve .*?}'$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
-    serve = shlex.split(command)[3:]  # after the model, which is not on this machine
+    serve = shlex.split(command)[3:]  # after the model, which this machine does not have
     model = make_model(tmp_path / "model")
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     ours = ["--model", str(model), "--block-size", "32", "--dtype", "float32", "--skip-tokenizer-init"]

@@ -1,4 +1,4 @@
-"""The primary tier's region belongs to one start of an engine, whatever outlives that."""
+"""The primary tier's region belongs to one start of an engine, even if old processes outlive it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ with Region.open(name, *sizes, metadata_bytes=int(metadata_bytes), contents=cont
 
 
 def _open(config: VllmConfig) -> tuple[Region, str]:
-    """Return the region opened by a process of this engine, and the name that all its processes share."""
+    """Return the region that a process of this engine opens, and the name that all its processes share."""
     engine = engine_of(config)
     with providing_engine(engine):
         spec = KVTierOffloadingSpec(build_offloading_config(config, engine.kv_cache_config))

@@ -1,4 +1,4 @@
-"""A real engine keeps its cache in a real Redis, object store, pool or peer, and has it elsewhere."""
+"""A real engine keeps its cache in a real Redis, object store, pool or peer, and another engine reads it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def ceph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture
 def s3(ceph: Any, tmp_path: Path) -> SharedTier:
-    """Credentials are in the environment: the engine itself logs what is in its configuration."""
+    """Credentials are in the environment, because the engine logs its own configuration."""
     place = {"bucket": "engines", "prefix": tmp_path.name, "endpoint": ceph.endpoint, "allow_http": True}
     keys = {"AWS_ACCESS_KEY_ID": ceph.access_key_id, "AWS_SECRET_ACCESS_KEY": ceph.secret_access_key}
     return SharedTier("s3", lambda _: {"type": "s3", **place}, keys)

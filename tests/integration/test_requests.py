@@ -1,4 +1,4 @@
-"""A request's own settings: the stored part, the tiers to load from, and the owner.
+"""A request's own settings: the part to store, the tiers to load from, and the owner.
 
 Requests that end early leave no pin and no slot behind.
 """
@@ -123,7 +123,7 @@ def adapted(launcher: Launcher, llama: Path, tmp_path: Path) -> Adapted:
 
 @pytest.mark.parametrize("returns", [False, True])
 def test_replaced_adapter_ends_stores(adapted: Adapted, returns: bool) -> None:
-    """What a request computes with the new adapter has the old one's key in vLLM."""
+    """In vLLM, blocks that a request computes with the new adapter have the old one's key."""
     start, old, new = adapted
     first = prompt(1, 100)
     replacements = [(64, new), (84, old)] if returns else [(60, new)]
@@ -142,7 +142,7 @@ def test_replaced_adapter_ends_stores(adapted: Adapted, returns: bool) -> None:
 
 
 def test_adapter_of_used_id_is_not_stored(adapted: Adapted) -> None:
-    """vLLM goes on with the adapter that it has loaded under the id."""
+    """vLLM keeps using the adapter that it has loaded under the id."""
     start, old, new = adapted
     asked = prompt(1, 100)
     with start() as engine:
@@ -213,7 +213,7 @@ def test_budgeted_loads_take_a_step(launcher: Launcher, llama: Path, reference: 
         engine.reset(connector=False)
         loaded = engine.served(asked)
         engine.reset(connector=False)
-        engine.fail_copies(loads=2)  # the request runs already: it cannot be computed instead
+        engine.fail_copies(loads=2)  # the request already runs, so it cannot be recomputed
         staged = engine.served(asked)
         metrics = engine.metrics()
 
@@ -232,7 +232,7 @@ FILTERS: list[tuple[Any, dict[str, int]]] = [
     ([{"medium": "CPU"}], {}),
     ([{"medium": "CPU"}, {"locality": "REMOTE"}], FAR),
     ([{}], NEAR),
-    ([{"medium": "tape"}], NEAR),  # vLLM warns of it and leaves it out; of none that are left it makes all
+    ([{"medium": "tape"}], NEAR),  # vLLM warns and drops it; if none is left, it loads from all tiers
     ("near", NEAR),
 ]
 
@@ -265,7 +265,7 @@ def test_only_allowed_tiers_load(launcher: Launcher, llama: Path, reference: Ask
     assert again == [([answer], {"cpu": PROMPT_CHUNKS}) for answer in expected]
 
 
-# --- whose a request is ---------------------------------------------------------------------------
+# --- the owner of a request -----------------------------------------------------------------------
 
 
 def test_salt_separates_tenants(
@@ -282,7 +282,7 @@ def test_salt_separates_tenants(
 
 
 def _of_tenants(engine: Engine, asked: list[int], other: str = "second") -> list[Any]:
-    """Ask as one tenant, as another one, and as the first again: nothing is left on the device."""
+    """Send prompts as one tenant, as another one, and as the first again: nothing is left on the device."""
     served = []
     for salt in (other, "first", "first"):
         engine.reset(connector=False)

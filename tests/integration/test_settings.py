@@ -1,4 +1,4 @@
-"""A wrong setting is refused by name at the start; a root that cannot be used costs its tier alone."""
+"""A wrong setting is refused by name at the start; an unusable root disables only its tier."""
 
 from __future__ import annotations
 

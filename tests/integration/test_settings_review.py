@@ -1,7 +1,7 @@
-"""Each setting of the installed vLLM was looked at: it is excluded with a reason, or counts on purpose.
+"""Each setting of the installed vLLM was reviewed: it is excluded with a reason, or counts on purpose.
 
-``reviewed_settings.json`` has what counts, with the default that the versions of one KV format have in
-common, because an identity names only what differs from its default. A failure names what to look at:
+``reviewed_settings.json`` has the settings that count, with the default that versions of one KV format share,
+because an identity names only what differs from its default. A failure names the setting or file to review:
 
 - a field that is new: put it on the list in ``excluded_settings.toml`` with the reason, or into the file;
 - a default that has changed: the version starts its own KV format generation, or the field joins the
@@ -87,7 +87,7 @@ def _default(field: dataclasses.Field[Any]) -> object:
 
 
 def files_with_length() -> set[str]:
-    """Return the files of vLLM's models that name ``max_model_len``."""
+    """Return vLLM's model files that name ``max_model_len``."""
     package = Path(vllm.__file__).parent
     files = (path for folder in SOURCES for path in (package / folder).rglob("*.py"))
     return {str(path.relative_to(package)) for path in files if "max_model_len" in path.read_text()}
@@ -128,7 +128,7 @@ def test_length_models_were_reviewed(reviewed: Mapping[str, Any]) -> None:
 
 
 def test_listed_names_exist() -> None:
-    """A name that is misspelled would leave a setting counting that was meant to be left out."""
+    """With a misspelled name, a setting that should be excluded would count."""
     kinds = {kind.__name__: kind for kind in _configurations(VllmConfig, set())}
     missing = []
     for path in _excluded_settings.SETTINGS:
@@ -137,7 +137,7 @@ def test_listed_names_exist() -> None:
             f.name for f in dataclasses.fields(kinds[owner])
         }:
             missing.append(path)
-    # Of one version or another of those that share the list.
+    # In at least one of the versions that share the list.
     assert set(missing) <= ELSEWHERE
 
 

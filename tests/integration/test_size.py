@@ -1,4 +1,4 @@
-"""``kvtier size`` knows of a model's KV cache what vLLM makes of it: groups, blocks and bytes."""
+"""``kvtier size`` computes a model's KV cache as vLLM does: groups, blocks and bytes."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def _made(folder: Path, model: tuple[str, str, Mapping[str, Any]]) -> Path:
 
 
 def groups_of_vllm(folder: Path, dtype: str) -> list[KVCacheGroupSpec]:
-    """Return the groups that an engine makes of a model, whose weights take no memory."""
+    """Return a model's groups in an engine; the weights take no memory."""
     arguments: dict[str, Any] = {"kv_cache_dtype": dtype, "block_size": BLOCK_TOKENS, "max_model_len": 1024}
     if "DeepseekV2" in folder.name:
         arguments["block_size"] = 16
     config = EngineArgs(
         model=str(folder), skip_tokenizer_init=True, enable_prefix_caching=True, **arguments
     ).create_engine_config()
-    config.cache_config.kv_cache_layout = "LBNHC"  # what an engine resolves on the CPU
+    config.cache_config.kv_cache_layout = "LBNHC"  # the value that an engine resolves on the CPU
     config.cache_config.mamba_ssm_cache_dtype = "auto"  # CPUs with instructions for bfloat16 have float32
     with set_current_vllm_config(config):
         initialize_model(config)
@@ -78,7 +78,7 @@ def groups_of_vllm(folder: Path, dtype: str) -> list[KVCacheGroupSpec]:
 
 
 def page_bytes(group: KVCacheGroupSpec) -> int:
-    """Return the bytes of a group's block in all of its layers."""
+    """Return the bytes of a group's block over all of its layers."""
     spec = group.kv_cache_spec
     if isinstance(spec, UniformTypeKVCacheSpecs):
         return spec.page_size_bytes

@@ -1,4 +1,4 @@
-"""Every field of a KV cache group's layout in vLLM tells caches apart."""
+"""Every field of a KV cache group's layout in vLLM separates caches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Speculative decoding, with hybrid models too: the same tokens as without kvtier, after a restart too."""
+"""Speculative decoding, with hybrid models too: the same tokens as without kvtier, also after a restart."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.integration.test_models import GEMMA_MODEL, LLAMA_MODEL, run_all
 NGRAM = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 Drafter = Callable[[Launcher, Path], dict[str, Any]]
-"""Makes what drafts for the model in a directory, and returns how vLLM is told."""
+"""Makes the model's drafter in a directory, and returns vLLM's arguments for it."""
 
 
 def ngram(launcher: Launcher, target: Path) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def _call(launcher: Launcher, function: str, **arguments: Any) -> None:
         maker.call(function, module="tests.integration.drafters", **arguments)
 
 
-# A chunk is one block if a draft model drafts for a hybrid one: on the CPU vLLM's numbers then depend on
+# With a hybrid model and a draft model a chunk is one block: on the CPU vLLM's numbers then depend on
 # the end of a hit, which must match the engine's own cache. (Without any cache, too, vLLM gives other
 # tokens with that draft model than without it.)
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""vLLM's own mappings, taken through kvtier's slots: each split reads what any other has written.
+"""vLLM's own mappings through kvtier's slots: each split reads chunks that any other split has written.
 
 No engine runs. The caches are filled and read through views with named axes, as an attention backend
-sees them, so that what a rank must find does not come from the mappings.
+sees them, so the expected bytes of a rank do not come from the mappings.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from kvtier.errors import ConfigError, RegionError
 
 BLOCKS, SLOTS, TOKENS, SIZE = 12, 8, 4, 2  # blocks of TOKENS tokens, heads of SIZE numbers
 PER_CHUNK = 2
-LAYERS = 4  # two groups of two where the model has sliding windows, which share two tensors
+LAYERS = 4  # with sliding windows: two groups of two, which share two tensors
 SPLITS = (1, 2, 4, 8)
 SOURCES, TARGETS = (8, 3, 9, 2, 5, 7), (11, 0, 1, 6, 4)  # whole chunks; a load that enters the first one
 INTO = (6, 1, 3)
@@ -57,8 +57,8 @@ class Kind:
     """How a page is laid out.
 
     Attributes:
-        axes: sizes of a page's axes, as the backend's view has them; "H" stands for the heads.
-        order: the axes as they lie in memory.
+        axes: sizes of a page's axes in the backend's view; "H" stands for the heads.
+        order: the axes in memory order.
     """
 
     axes: tuple[int | str, ...]
@@ -68,7 +68,7 @@ class Kind:
         return tuple(heads if axis == "H" else int(axis) for axis in self.axes)
 
     def view(self, heads: int) -> torch.Tensor:
-        """Make the tensor of one layer, seen as the backend sees it."""
+        """Make the tensor of one layer, in the backend's view."""
         sizes = self.sizes(heads)
         strides, step = [0] * len(sizes), 1
         for axis in reversed(self.order):
@@ -98,7 +98,7 @@ class Model:
         self.numbers = torch.rand(sizes, generator=noise).to(torch.float16)
 
     def part(self, tp: int, rank: int) -> torch.Tensor:
-        """Return what a rank holds of it."""
+        """Return a rank's part of it."""
         if self.head_axis is None:
             return self.numbers
         each = max(1, self.heads // tp)
@@ -122,7 +122,7 @@ class Model:
 
 
 class Rank:
-    """One tensor-parallel rank: its caches, and the configurations that vLLM gives kvtier there."""
+    """One tensor-parallel rank: its caches, and the configurations that vLLM passes to kvtier."""
 
     def __init__(self, model: Model, tp: int, rank: int, pp: int = 1) -> None:
         self.model = model
@@ -196,7 +196,7 @@ class Rank:
             yield from ((layer, tensor) for tensor, layer in enumerate(layers))
 
     def caches(self) -> CanonicalKVCaches:
-        """Return what vLLM's connector would give a worker."""
+        """Return what vLLM's connector would pass to a worker."""
         views = {f"layer{layer}": self.views[tensor] for layer, tensor in self.layers()}
         mappings = derive_canonical_mappings(self.vllm_config, self.kv_cache_config, views)
         page = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec.page_size_bytes
@@ -332,7 +332,7 @@ def test_irreversible_engine_is_refused(change: dict[str, Any], words: str) -> N
     ids=["windows", "some layers"],
 )
 def test_layers_with_more_heads_are_refused(fields: dict[str, Any]) -> None:
-    """vLLM lets two of four ranks write one head, although these layers have four heads, one on each."""
+    """vLLM lets two of four ranks write one head, although each rank has its own head in these layers."""
     rank = ranks(Model(KINDS["packed, tokens inside"], 4), 4)[1]
     model = rank.vllm_config.model_config
     model.get_total_num_kv_heads, model.hf_text_config = lambda: 2, PretrainedConfig(**fields)

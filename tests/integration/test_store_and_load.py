@@ -1,6 +1,6 @@
 """The main job: serve computed chunks from the primary tier, and from files after a restart.
 
-After a reset, no tier returns older chunks, not even after a restart.
+After a reset, no tier returns older chunks, even after a restart.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def test_restart_serves_from_files(
         again, loaded_again = engine.served(*PROMPTS)
         (region,) = engine.regions
         kinds = (*COUNTERS.values(), *BYTES.values(), *GAUGES.values())
-        assert {metric.name for metric in kinds} <= engine.metrics().declared  # or vLLM would assert
+        assert {metric.name for metric in kinds} <= engine.metrics().declared  # otherwise vLLM would assert
     assert not region.exists()
     with launcher.start(llama, settings) as engine:
         restarted, loaded_restarted = engine.served(*PROMPTS)
@@ -95,7 +95,7 @@ def test_configuration_is_a_metric(launcher: Launcher, llama: Path, settings: di
 def test_replicas_share_lower_tiers(
     launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    # As vLLM names the replicas of a data-parallel engine.
+    # vLLM names the replicas of a data-parallel engine like this.
     ids: list[dict[str, Any]] = [
         {"kv_transfer_config": {"engine_id": f"replicas_dp{rank}"}} for rank in range(2)
     ]

@@ -19,7 +19,7 @@ INTERRUPTED: list[dict[str, int]] = [{}, {}, {}, {"preempt_after": 5}, {"abort_a
 
 
 def converse(engine: Engine, number: int, **how: int) -> Tokens:
-    """Hold a session; return its text and the beginning of another prompt behind it."""
+    """Run a session; return its text and the beginning of another prompt after it."""
     inputs = [prompt(10 * number + place, tokens) for place, (tokens, _) in enumerate(SIZES)]
     answers = [count for _, count in SIZES]
     told = engine.call("converse", module="tests.integration.sessions", inputs=inputs, answers=answers, **how)

@@ -1,4 +1,4 @@
-"""Many requests over small tiers: whatever is stored, evicted, promoted and loaded, the tokens are right."""
+"""Many requests over small tiers: tokens stay right under stores, evictions, promotions and loads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMALL: dict[str, Any] = {"num_gpu_blocks_override": 120, "max_model_len": 1024, 
     [
         (LLAMA_MODEL, {"block_size": 64}, {}),
         (GEMMA_MODEL, {"block_size": 64, "offload_prompt_only": False}, {}),
-        # Steps that end amid chunks, whose first blocks are gone when their last are computed.
+        # Steps end inside chunks, whose first blocks are gone when the last ones are computed.
         (
             GEMMA_MODEL,
             {"blocks_per_chunk": 8},

@@ -39,7 +39,7 @@ PAGE = 4096
 
 
 class Bench:
-    """A worker over tensors in memory, and the scheduler's view of it. ``failures`` copies fail.
+    """A worker over in-memory tensors, and the scheduler's view of it. ``failures`` copies fail.
 
     ``hold``: copies do not end while this is set. ``made``: number of copies that have ended.
     """
@@ -70,7 +70,7 @@ class Bench:
         self.worker.submit_load(self._last_job, spec, _blocks(slots), expedited)
 
     def finish(self) -> list[bool]:
-        """Let all copies end; return what vLLM is told of them."""
+        """Let all copies end; return what the worker reports to vLLM."""
         self.worker.wait(set(range(self._last_job + 1)))
         return [result.success for result in self.worker.get_finished()]
 
@@ -79,7 +79,7 @@ class Bench:
         self.worker.shutdown()
 
     def release(self) -> None:
-        """Let copies end that were held."""
+        """Release the held copies."""
         self._go_on.set()
 
     def counts(self) -> dict[Any, float]:
@@ -108,7 +108,7 @@ def it() -> Iterator[Bench]:
 
 @pytest.fixture
 def impatient() -> Iterator[Bench]:
-    """A bench whose copies do not end, and are given up soon."""
+    """A bench whose copies hang, and which gives up soon."""
     bench = Bench(deadline_s=0.2)
     bench.hold = True
     yield bench
@@ -237,7 +237,7 @@ def test_a_forked_child_awaits_no_copies_of_its_parent(it: Bench) -> None:
 
 
 class Closing:
-    """An executor that notes the seconds that it is given to close."""
+    """An executor that records the seconds that it gets to close."""
 
     def close(self, drain_s: float, close_s: float) -> bool:
         self.given_s = (drain_s, close_s)

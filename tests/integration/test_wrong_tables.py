@@ -1,4 +1,4 @@
-"""kvtier under wrong block tables: the scheduler's side of vLLM's connector. The test is the allocator."""
+"""kvtier under wrong block tables: the scheduler's side of vLLM's connector. The test allocates blocks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def say(request: Request, count: int) -> None:
 
 
 def output_of(new: Mapping[str, Tables], cached: Mapping[str, Tables], tokens: int = 0, **told: Any) -> Any:
-    """Make the scheduler's output of a step that names blocks of requests, by group."""
+    """Make the scheduler's output for a step that names blocks of requests, by group."""
     return SimpleNamespace(
         scheduled_new_reqs=[SimpleNamespace(req_id=name, block_ids=it) for name, it in new.items()],
         scheduled_cached_reqs=SimpleNamespace(
@@ -54,7 +54,7 @@ def output_of(new: Mapping[str, Tables], cached: Mapping[str, Tables], tokens: i
 
 
 class Engine:
-    """Tells vLLM's connector of one request, and keeps which blocks are named in its stores."""
+    """Reports one request to vLLM's connector, and records the blocks that its stores name."""
 
     def __init__(self, case: Case, blocks_per_chunk: int) -> None:
         self.cache = Cache(case, blocks_per_chunk)
@@ -138,7 +138,7 @@ def connector(request: pytest.FixtureRequest) -> Iterator[KVTierConnector]:
 
 @pytest.mark.parametrize("place", ["new", "cached"])
 def test_store_ends_before_any_group_gets_its_blocks(connector: KVTierConnector, place: str) -> None:
-    """Groups share a pool, and vLLM notes only the blocks of those that it offloads."""
+    """Groups share a pool, and vLLM records only the blocks of groups that it offloads."""
     first, second = a_request("a"), a_request("b")
     table = ([1, 2, 3, 4, 5], [6])
     for request in (first, second):
@@ -183,7 +183,7 @@ def test_request_resumed_without_lookup_stores_again(connector: KVTierConnector)
 def test_loads_end_where_ring_is_empty(
     connector: KVTierConnector, monkeypatch: pytest.MonkeyPatch, tokens: int
 ) -> None:
-    """A ring holds the keys of an unfinished block, and no load brings them."""
+    """A ring holds the keys of an unfinished block, and no load restores them."""
     monkeypatch.setattr(connector._manager, "lookup", lambda *_: LookupResult.HIT)
     request = a_request("a", tokens)
     connector.on_new_request(request)
@@ -196,13 +196,13 @@ def test_loads_end_where_ring_is_empty(
     [
         ([], [], True),
         ([7, 8, 9], [7, 8, 9], True),
-        ([7, 8, 9], [7, 9], True),  # the chunk between was there already
+        ([7, 8, 9], [7, 9], True),  # the chunk between them was already there
         ([7, 8, 9], [8, 9], False),  # shifted
         ([7, 8, 9], [7, 9, 8], False),
         ([7, 8, 9], [7, 5], False),  # another's
         ([7], [7, 8], False),  # given back
         ([], [7], False),
-        ([0, 0, 9], [7, 8, 9], True),  # two have left the window
+        ([0, 0, 9], [7, 8, 9], True),  # two blocks have left the window
         ([0, 8, 9], [7, 9, 8], False),
     ],
 )

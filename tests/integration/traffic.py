@@ -18,13 +18,13 @@ _NUMBERS = itertools.count()
 
 
 def find(llm: Any, directory: str) -> dict[str, Any]:
-    """Have distributions in this directory found as if they were installed."""
+    """Make distributions in this directory visible as if they were installed."""
     sys.path.insert(0, directory)
     return {}
 
 
 def die_at(llm: Any, root: str, chunks: int, prompts: list[list[int]]) -> NoReturn:
-    """Send prompts all at once; the engine kills itself when ``chunks`` chunks are below a root.
+    """Send prompts all at once; the engine kills itself once a root has ``chunks`` chunks.
 
     A watcher in another process could be too late. Answers may come before the chunks: the prompts are
     repeated until the kill.
@@ -56,8 +56,8 @@ def requests(
         prompts: token ids of each prompt.
         output_tokens: tokens to generate for each prompt.
         aborts: step after which a prompt is aborted, by prompt number.
-        resets: tokens that each prompt has at a reset, and whether vLLM preempts running requests for it.
-        connector: whether they reset the connector, too.
+        resets: tokens that each prompt has at a reset, and whether vLLM preempts running requests first.
+        connector: whether the resets include the connector.
 
     Returns:
         ``answers``: the tokens of each prompt; ``ends``: its finish reason, None if aborted;
@@ -95,12 +95,12 @@ def requests(
 
 
 def reset(llm: Any, connector: bool) -> dict[str, Any]:
-    """Forget what is cached on the device, and with ``connector`` everywhere else."""
+    """Clear the device's prefix cache, and with ``connector`` all tiers."""
     return {"done": bool(llm.reset_prefix_cache(reset_connector=connector))}
 
 
 def sleep(llm: Any, level: int, weights: str | None) -> dict[str, Any]:
-    """Go to sleep and wake up again; with ``weights``, the model's weights are others afterwards."""
+    """Sleep and wake up again; with ``weights``, the model then has other weights."""
     llm.sleep(level=level)
     if weights is not None:
         reload(llm, weights)
@@ -109,15 +109,15 @@ def sleep(llm: Any, level: int, weights: str | None) -> dict[str, Any]:
 
 
 def reload(llm: Any, weights: str) -> dict[str, Any]:
-    """Give the model other weights, as a trainer does: in place and without a word to the scheduler."""
+    """Replace the model's weights as a trainer does: in place, without notice to the scheduler."""
     llm.collective_rpc("reload_weights", kwargs={"weights_path": weights})
     return {}
 
 
 def fail_amid(llm: Any, prompt: list[int], tokens: int) -> dict[str, Any]:
-    """Let vLLM end a request with an error when ``tokens`` of its prompt are computed.
+    """Make vLLM end a request with an error when ``tokens`` of its prompt are computed.
 
-    vLLM does so if two media have the same UUID, or an encoder's outputs cannot be had.
+    vLLM does so if two media have the same UUID, or an encoder's outputs are unavailable.
     """
     from vllm.v1.request import RequestStatus
 
@@ -133,7 +133,7 @@ def fail_amid(llm: Any, prompt: list[int], tokens: int) -> dict[str, Any]:
 
 
 def overtake(llm: Any, low: list[int], high: list[int], tokens: int) -> dict[str, Any]:
-    """Return the answer to a prompt that a more important one overtakes after ``tokens`` of its tokens."""
+    """Return the answer to a prompt; a higher-priority request preempts it after ``tokens`` of its tokens."""
     engine, number = llm.llm_engine, next(_NUMBERS)
     first, second = f"{number}001", f"{number}002"
     engine.add_request(first, {"prompt_token_ids": low}, sampling(8), priority=1)
@@ -150,7 +150,7 @@ def overtake(llm: Any, low: list[int], high: list[int], tokens: int) -> dict[str
 def replace_adapter(
     llm: Any, prompt: list[int], folder: str, replacements: list[tuple[int, str]]
 ) -> dict[str, Any]:
-    """Return an answer of 200 tokens. Its adapter is replaced in place whenever it has so many of them."""
+    """Return an answer of 200 tokens; its adapter is replaced in place at each of these token counts."""
     engine, said = llm.llm_engine, list[int]()
     engine.add_request("0001", {"prompt_token_ids": prompt}, sampling(200), lora_request=_adapter(folder))
     while engine.has_unfinished_requests():

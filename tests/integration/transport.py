@@ -1,6 +1,6 @@
 """A connector in ``MultiConnector`` with kvtier that receives KV, like a prefill/decode transport.
 
-It receives noise, so a store of it shows. See ``Engine.call`` in ``harness`` for the function.
+It receives noise, so a test notices if kvtier stores it. See ``Engine.call`` in ``harness`` for the function.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NUMBERS = itertools.count()
 
 @dataclass
 class Received(KVConnectorMetadata):
-    """The blocks that get noise in a step."""
+    """The blocks that receive noise in a step."""
 
     blocks: dict[str, list[int]] = field(default_factory=dict)
     invalid: set[int] = field(default_factory=set)
@@ -88,7 +88,7 @@ class Transport(KVConnectorBase_V1, SupportsHMA):
 
 
 def serve(llm: Any, prompts: list[list[int]], output_tokens: int, how: list[str | None]) -> dict[str, Any]:
-    """Answer prompts, all sent at once. ``how`` each of them is received, if it is; return ``answers``."""
+    """Answer prompts, all sent at once; return ``answers``. ``how`` sets the way each is received, if any."""
     engine, number = llm.llm_engine, next(_NUMBERS)
     names = [f"transport-{number}-{place}" for place in range(len(prompts))]
     for name, prompt, received in zip(names, prompts, how, strict=True):

@@ -1,6 +1,6 @@
 """The wheel works without a compiler: installed into a new environment, with its native library.
 
-``nox -s wheels`` names its folder of wheels in KVTIER_DIST; without that, the test builds a wheel.
+``nox -s wheels`` sets KVTIER_DIST to its folder of wheels; without it, the test builds a wheel.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Claims against a plain reference: lists of keys under names, scanned whole in each round."""
+"""Claims against a plain reference: lists of keys under names, fully scanned in each round."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.unit.core.world import COPIED, LOCATED, MISSING, keys
 
 SLOTS = 64
 PROMPTS = [keys("a", 20), keys("a", 4) + keys("b", 20), keys("slow", 6)]
-SLOW = PROMPTS[2]  # whose stores take time
+SLOW = PROMPTS[2]  # requests whose stores take time
 
 
 @dataclass
 class Named:
-    """What is claimed under a name."""
+    """The claims under a name."""
 
     requests: int = 0
     keys: list[OffloadKey] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Named:
 
 
 class Reference:
-    """What claims mean."""
+    """The meaning of claims."""
 
     def __init__(self, budget: int, at_once: int) -> None:
         self.budget, self.at_once = budget, at_once
@@ -70,7 +70,7 @@ class Reference:
         named.ahead, named.from_s, named.over_s = [], inf, inf
 
     def pin(self, visible: dict[OffloadKey, bool]) -> None:
-        """Pin what has arrived; ``visible`` says of each chunk whether it is READY."""
+        """Pin the arrived chunks; ``visible`` maps each chunk to whether it is READY."""
         for key in [key for key in self.arriving if visible.get(key, True)]:
             if key in visible and len(self.pinned) < self.budget:
                 self.pinned.add(key)
@@ -81,7 +81,7 @@ class Reference:
                     self.drop(named, [key])
 
     def settle(self, now_s: float, visible: dict[OffloadKey, bool], in_tier: set[OffloadKey]) -> None:
-        """End what is over, promote what is due, and pin what is there."""
+        """End expired claims, promote the due ones, and pin the arrived chunks."""
         due = sorted((it.from_s, name) for name, it in self.names.items() if it.from_s <= now_s)
         for named in self.names.values():
             if named.over_s <= now_s:
@@ -89,14 +89,14 @@ class Reference:
                 self.stop(named)
             if named.until_s <= now_s:
                 self.drop(named, named.keys)
-        for _ in range(1 + len(self.arriving)):  # each that does not arrive may make room
+        for _ in range(1 + len(self.arriving)):  # each chunk that does not arrive may free room
             for _, name in due:
                 if not self.promote(self.names[name], visible, in_tier):
-                    break  # the next ones wait for room, too
+                    break  # the next ones also wait for room
             self.pin(visible)
 
     def promote(self, named: Named, visible: dict[OffloadKey, bool], in_tier: set[OffloadKey]) -> bool:
-        """Promote what is due, as far as there is room; return whether that was all."""
+        """Promote the due chunks, as far as there is room; return whether all were promoted."""
         while named.ahead:
             room, taken = max(0, self.budget - len(self.pinned) - len(self.arriving)), list[OffloadKey]()
             for key in named.ahead[: self.at_once]:
@@ -120,7 +120,7 @@ class Reference:
 
 
 class World:
-    """Requests of a few conversations, whose chunks leave, come back and are lost."""
+    """Requests of a few conversations, whose chunks leave, return and get lost."""
 
     def __init__(self, chance: Random) -> None:
         self.chance = chance
@@ -182,7 +182,7 @@ class World:
             named.requests, named.until_s = named.requests + 1, inf
 
     def use(self) -> None:
-        """A request loads chunks of a prompt, or offers them to be stored."""
+        """Load chunks of a prompt for a request, or offer them for a store."""
         if not self.requests:
             return
         request, prompt = self.chance.choice(self.requests), self.chance.choice(PROMPTS)
@@ -247,20 +247,20 @@ class World:
         self.reference.stop(named)
         self.reference.drop(named, named.keys)
 
-    # --- the rest of the world -------------------------------------------------------------------
+    # --- tiers and engine ------------------------------------------------------------------------
 
     def settle(self) -> None:
         self.now_s += self.chance.choice((0.0, 1.0, 5.0, 30.0))
         self._carry_out()
         visible = self._visible
         due = [len(it.ahead) for it in self.reference.names.values() if it.from_s <= self.now_s]
-        for _ in range(1 + 4 * sum(due)):  # at most as many rounds as promotions take
+        for _ in range(1 + 4 * sum(due)):  # at most as many rounds as promotions need
             self.core.settle(self.now_s)
             self._carry_out()
         self.reference.settle(self.now_s, visible, self.in_tier)
 
     def _carry_out(self) -> bool:
-        """Carry commands out; return whether there were any."""
+        """Execute the commands; return whether there were any."""
         commands = world.taken(self.core)
         for command in commands:
             if isinstance(command, Put):
@@ -285,7 +285,7 @@ class World:
         self.core.shared.evict(self.chance.choice((1, 10, SLOTS)))
 
     def lose(self) -> None:
-        """A load fails, so its chunks are dropped."""
+        """Fail a load, which drops its chunks."""
         lost = [key for key in self.chance.choice(PROMPTS)[:4] if self._visible.get(key)]
         self.core.fail_load(self.core.acquire(lost))
         for named in self.reference.names.values():

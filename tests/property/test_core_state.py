@@ -1,7 +1,7 @@
 """The core against a plain model: random owners, tiers that answer late or wrongly, resets at any time.
 
-The model knows the bytes in each slot (a key and the epoch of its store) and the current readers and
-writers. After every step the core's answers are compared with it.
+The model knows the bytes in each slot (a key and the epoch of its store) and the current readers and writers.
+After every step the test compares the core's answers with the model.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ TIER_DEADLINE_S = 3.0
 GARBAGE = None
 FINAL = (Lookup.HIT, Lookup.MISS)
 
-Bytes = tuple[OffloadKey, int] | None  # a key and its epoch, or bytes of no use
+Bytes = tuple[OffloadKey, int] | None  # a key and its epoch, or meaningless bytes
 
 
 def _chain(name: str, length: int, group: int = 0) -> list[OffloadKey]:
     return [pack_key(f"{name}{index:02}".encode(), group) for index in range(length)]
 
 
-# Two prompts share a prefix, one stands alone, one is of a group that may be windowed.
+# Two prompts share a prefix, one stands alone, one belongs to a group that may be windowed.
 PROMPTS = [
     _chain("shared", 4) + _chain("left", 6),
     _chain("shared", 4) + _chain("right", 6),
@@ -88,15 +88,15 @@ steps_s = st.sampled_from([0.0, 0.0, 0.1, 0.1, 0.5, 1.0, 4.0])
 names = st.sampled_from("ab")
 kept_s = st.sampled_from([0.0, 0.5, 4.0])
 next_use_s = st.sampled_from([0.0, 0.5, 4.0])
-# Which tiers a request may be served from; most requests do not say.
+# The tiers that may serve a request; most requests leave it open.
 filters = st.sampled_from(
     [None, None, None, frozenset[int](), frozenset({0}), frozenset({1}), frozenset({0, 2})]
 )
-# The health that an answer reports; mostly good, or breakers would be open most of the time.
+# The health in an answer; mostly good, or breakers would be open most of the time.
 healths = st.sampled_from(
     [TransferHealth.NONE, *[TransferHealth.GOOD] * 6, TransferHealth.BAD, TransferHealth.LATE]
 )
-# How long a tier says that it has taken.
+# The duration that a tier reports.
 tooks_s = st.sampled_from([0.0, 0.001, 0.05, 0.5, 2.0])
 # A tier's answer for each key that it has: always copied, or any answer.
 wishes = st.integers(0, 30).map(_wishes)
@@ -140,7 +140,7 @@ class Raising(LRU):
 
 
 class Entries(SlotTrailers):
-    """The entries of slots that an engine before has left; the bytes of ``verified`` ones were verified."""
+    """The entries of slots that an earlier engine left; the bytes of ``verified`` ones were verified."""
 
     def __init__(self, verified: Iterable[int]) -> None:
         self.verified = set(verified)
@@ -200,7 +200,7 @@ NOTHING_ENDS: Mapping[int, tuple[Job, list[Answer]]] = {}
 
 
 class CoreMachine(RuleBasedStateMachine):
-    """Drives ``Tiering`` as an engine and its tiers may. It has to be frugal, too."""
+    """Drives ``Tiering`` as an engine and its tiers may. It also checks that the core is frugal."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,10 +214,10 @@ class CoreMachine(RuleBasedStateMachine):
         self.loads: list[Pinned] = []
         self.jobs: list[Job] = []
         self.stored: list[set[OffloadKey]] = []
-        self.confirmed: set[OffloadKey] = set()  # a tier has said in this epoch that it has them
+        self.confirmed: set[OffloadKey] = set()  # a tier has reported them in this epoch
         self.announced: set[OffloadKey] = set()
         self.believed: list[set[OffloadKey]] = []  # a router's view of each tier
-        self.untold: list[set[OffloadKey]] = []  # chunks that have left a tier, which does not say so yet
+        self.untold: list[set[OffloadKey]] = []  # chunks that have left a tier, which has not reported it yet
 
     @initialize(
         policy=st.sampled_from([LRU, ARC, LHD, Auto]) | st.integers(1, 30),
@@ -256,7 +256,7 @@ class CoreMachine(RuleBasedStateMachine):
         invariants.watch_evictions(self.core)
         self._watch_released()
         self._watch_orders()
-        for _ in range(tiers):  # another engine has been there before
+        for _ in range(tiers):  # another engine ran before
             self.stored.append({key for prompt in PROMPTS for key in prompt[: kept.pop()]})
         self.stored[:0] = [set()] * len(self.in_place)
         for _ in self.stored:
@@ -283,7 +283,7 @@ class CoreMachine(RuleBasedStateMachine):
         setattr(self.core.priorities, "released", checked)  # noqa: B010
 
     def _watch_orders(self) -> None:
-        """A policy that raises is replaced by one over the visible chunks, and asks for their places."""
+        """Check that the policy is called for visible chunks only; a replaced policy starts with those."""
         table, call = self.core.table, self.core.table._call_each
 
         def checked(keys: list[OffloadKey], act: Callable[..., object]) -> None:
@@ -337,9 +337,9 @@ class CoreMachine(RuleBasedStateMachine):
     def engine_step(
         self, step_s: float, loads: int, stored: list[OffloadKey], answers: list[Answer], ends: int
     ) -> None:
-        """All requests are asked for; those that wait for nothing may be loaded; the step ends.
+        """Look up all requests; load some of those that wait for nothing; end the step.
 
-        In its midst tiers answer and a store takes room.
+        Between lookups and loads, tiers answer and a store reserves slots.
         """
         for asker in self.askers:
             self._scan(asker)
@@ -364,7 +364,7 @@ class CoreMachine(RuleBasedStateMachine):
         self._scan(_pick(self.askers, pick), {number: (_pick(fetches, pick), answers)})
 
     def _scan(self, asker: Asker, ends: Mapping[int, tuple[Job, list[Answer]]] = NOTHING_ENDS) -> None:
-        """Ask a request's questions; the jobs of ``ends`` end before the questions of these numbers."""
+        """Look up a request's keys; the jobs in ``ends`` end before the lookups of these numbers."""
         if asker.scan is None:
             asker.scan = {}
         for number, key in enumerate(reversed(asker.keys) if asker.backwards else asker.keys):
@@ -406,7 +406,7 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.loads)
     @rule(pick=picks)
     def fail_load(self, pick: int) -> None:
-        """Its chunks are dropped, whoever else holds them, puts them or was told of them in this round."""
+        """Drop the load's chunks, regardless of other holders, puts, or hits reported in this round."""
         pinned = _take(self.loads, pick)
         dropped = {chunk.key for chunk in pinned.chunks}
         self._end_reading(pinned.slots)
@@ -440,7 +440,7 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.askers)
     @rule(pick=picks, at_once=st.booleans())
     def store_computed(self, pick: int, at_once: bool) -> None:
-        """A request has computed its prompt."""
+        """Store the prompt that a request has computed."""
         asker = _pick(self.askers, pick)
         if self._reserve(asker.keys, 0, len(asker.keys), asker.request) and at_once:
             self._commit(*self.reservations.pop())
@@ -506,7 +506,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from("ab"))
     def release_claim(self, name: str) -> None:
-        """A client needs its conversation's chunks no more."""
+        """Let a client release its conversation's chunks."""
         self.core.claims.release(name)
 
     @rule(place=st.sampled_from([0, 3, 20]), chunk_s=st.sampled_from([0.0001, 0.01, 10.0]))
@@ -515,7 +515,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule(pick=picks)
     def reset(self, pick: int) -> None:
-        if pick % 8:  # seldom: so soon after a reset there is little to find
+        if pick % 8:  # rarely: soon after a reset there are few hits
             return
         self.epoch += 1
         self.confirmed.clear()
@@ -545,14 +545,14 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(isinstance(job.command, Get) for job in self.jobs))
     @rule(pick=picks, answers=wishes, health=healths, took_s=tooks_s)
     def fetch_ends(self, pick: int, answers: list[Answer], health: TransferHealth, took_s: float) -> None:
-        """The tier gives what it has, or less: any mix that the contract allows."""
+        """End a get with all the tier has, or less: any mix that the contract allows."""
         job = _pick([job for job in self.jobs if isinstance(job.command, Get)], pick)
         self._end_fetch(job, answers, health, took_s)
 
     @precondition(lambda self: self.stored)
     @rule(pick=picks)
     def tier_down(self, pick: int) -> None:
-        if pick % 8 == 0:  # seldom: a machine whose tiers are all down shows little
+        if pick % 8 == 0:  # rarely: a machine whose tiers are all down tests little
             self.core.on_event(TierDown(pick // 8 % len(self.stored), "test"), self.now_s)
 
     @precondition(lambda self: any(gate.down for gate in self.core.shared.tiers))
@@ -564,7 +564,7 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.stored)
     @rule(pick=picks, gone=st.sets(st.sampled_from(KEYS), max_size=6), told=st.booleans())
     def tier_evicts(self, pick: int, gone: set[OffloadKey], told: bool) -> None:
-        """Chunks leave a tier by themselves; it says so at once or later."""
+        """Remove chunks from a tier, which reports it at once or later."""
         tier = pick % len(self.stored)
         self.untold[tier] |= gone & self.stored[tier]
         self.stored[tier] -= gone
@@ -581,7 +581,7 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(isinstance(job.command, Put) for job in self.jobs))
     @rule(pick=picks)
     def put_writes(self, pick: int) -> None:
-        """A tier has what is put, and may lose it again, before the put has ended."""
+        """Let a tier have the chunks of a put, which it may lose again before the put ends."""
         job = _pick([job for job in self.jobs if isinstance(job.command, Put)], pick)
         if job.epoch == self.epoch and not job.is_written:
             job.is_written = True
@@ -589,7 +589,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule(prompt=prompts, pick=picks)
     def tier_had_it_before(self, prompt: list[OffloadKey], pick: int) -> None:
-        """Another engine has put chunks of a prompt into a tier."""
+        """Let another engine put chunks of a prompt into a tier."""
         if self.stored:
             _pick(self.stored, pick).update(prompt[: pick % 13])
 
@@ -666,7 +666,8 @@ class CoreMachine(RuleBasedStateMachine):
         return self.core.shared.tiers[command.tier].in_place
 
     def _require_given_work(self, command: Put | Get) -> None:
-        """A tier that is down gets nothing, one that fails one transfer of a verb at a time."""
+        """Assert that a tier that is down gets no work, and a failing one gets one transfer per verb at a
+        time."""
         gate = self.core.shared.tiers[command.tier]
         assert gate.down is None
         breaker = gate.puts if isinstance(command, Put) else gate.gets
@@ -676,7 +677,7 @@ class CoreMachine(RuleBasedStateMachine):
             assert len(command.keys) == 1
 
     def _require_wanted(self, command: Get) -> None:
-        """A tier is asked for a request only where that may be served from it."""
+        """Assert that a tier is asked for a request only if it may serve the request."""
         transfer = self.core.shared.transfers[command.id]
         assert transfer.waiters or transfer.is_probe, "a probe of the load gate only measures"
         assert all(request.tiers is None or command.tier in request.tiers for request in transfer.waiters)
@@ -705,7 +706,7 @@ class CoreMachine(RuleBasedStateMachine):
         for slot in slots:
             self.readers[slot] -= 1
 
-    # --- what always holds -----------------------------------------------------------------------
+    # --- invariants ------------------------------------------------------------------------------
 
     @invariant()
     def is_consistent(self) -> None:
@@ -753,7 +754,7 @@ class CoreMachine(RuleBasedStateMachine):
         assert not waits or self.core.next_deadline_s() is not None
 
     def teardown(self) -> None:
-        """When everything has ended nothing is pinned, and no slot is lost."""
+        """End everything; then nothing is pinned, and no slot is lost."""
         if not hasattr(self, "core"):
             return
         while self.loads:

@@ -1,4 +1,4 @@
-"""The bounds of a root with several writers that die, a ledger that is lost, and counts in between."""
+"""The bounds of a root with several writers that die, a lost ledger, and concurrent counts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Machine:
         self.lost = 0
         self.accounts: Accounts | None = None
         self.write_fails = False
-        self.quota = TOTAL  # of the file system, which nothing shows
+        self.quota = TOTAL  # of the file system, and invisible
         self.meanwhile: Callable[[], None] | None = None
         self.is_asked = False
 
@@ -58,7 +58,7 @@ class Machine:
         return FileSystem(TOTAL, used, TOTAL - used)
 
     def interrupt(self) -> None:
-        """Run an action of other threads while this one asks."""
+        """Run an action of other threads while this one waits for an answer."""
         meanwhile, self.meanwhile = self.meanwhile, None
         if meanwhile is not None:
             self.is_asked = True
@@ -67,7 +67,7 @@ class Machine:
 
 
 class Ledger(OneProcessLedger):
-    """One writer's view of the ledger; each change goes through its spelling."""
+    """One writer's view of the ledger; each change is encoded and decoded."""
 
     def __init__(self, machine: Machine, writer: str) -> None:
         self.stat = machine.look
@@ -110,11 +110,11 @@ class Writer:
             added = min(wanted, max(0, self.machine.quota - self.machine.root_bytes))
             self.machine.root_bytes += added
             self.quota.end_reservation(granted, added)
-            if added < wanted and not self.machine.is_asked:  # else another thread waits for the ledger
+            if added < wanted and not self.machine.is_asked:  # otherwise another thread waits for the ledger
                 self.refused(wanted)
 
     def refused(self, wanted: int) -> None:
-        """The limit is not lowered below what the root holds, and room for a batch is made."""
+        """Check that the limit stays at or above the root's contents, and that a batch gets room."""
         machine = self.machine
         self.quota._bounds._moved_s = -inf  # later
         self.quota.lower_limit()
@@ -128,7 +128,7 @@ class Writer:
 
 @dataclass
 class Removal:
-    """A writer's long removal: bytes removed, reported from time to time, and not yet reported."""
+    """A writer's long removal: bytes removed, periodically reported, and not yet reported."""
 
     writer: Writer
     since: str
@@ -146,7 +146,7 @@ class Removal:
 
 
 class BoundsMachine(RuleBasedStateMachine):
-    """The truth: bytes below the root. They must never pass the bound, however the ledger learns of them."""
+    """The truth is the bytes below the root. They must never pass the bound, whatever the ledger knows."""
 
     @initialize(held=st.integers(0, 4_000), foreign=st.integers(0, 9_000), counted=st.booleans())
     def start(self, held: int, foreign: int, counted: bool) -> None:
@@ -156,7 +156,7 @@ class BoundsMachine(RuleBasedStateMachine):
         self.writers: list[Writer] = []
         self.removals: list[Removal] = []
         self.slack = max(0, foreign + held - (TOTAL - MIN_FREE))
-        self.lost = 0  # bytes that living writers had leased from lost ledgers
+        self.lost = 0  # bytes that live writers had leased from lost ledgers
         self.open_writer()
         self.open_writer()
         if counted:
@@ -203,7 +203,7 @@ class BoundsMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.writers) > 1)
     @rule(which=st.integers(0, 3), share=shares)
     def die(self, which: int, share: float) -> None:
-        """Killed in the middle of all that it was writing."""
+        """Kill a writer in the middle of its writes."""
         writer = self.pick(which)
         self.writers.remove(writer)
         self.removals = [removal for removal in self.removals if removal.writer is not writer]
@@ -230,7 +230,7 @@ class BoundsMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 3), other=st.integers(0, 3), before=shares, after=shares)
     def remove_over_a_count(self, which: int, other: int, before: float, after: float) -> None:
-        """A count begins and ends between what is removed and its telling."""
+        """Run a whole count between a removal and its report."""
         removal = Removal(self.pick(which), self.pick(which).quota.mark())
         removal.remove(before)
         with suppress(OSError):
@@ -288,7 +288,7 @@ class BoundsMachine(RuleBasedStateMachine):
 
     @rule()
     def lose_the_ledger(self) -> None:
-        """Lose the ledger: writers spend its leases past the new one until they ask again."""
+        """Lose the ledger: writers spend its leases in addition to the new one's until they ask again."""
         if self.machine.accounts is not None:
             leases = self.machine.accounts.leases
             self.lost += sum(leases.get(writer.name, 0) for writer in self.writers)
@@ -313,7 +313,7 @@ class BoundsMachine(RuleBasedStateMachine):
 
 @pytest.mark.timeout(300)
 def test_writers_respect_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quota, "_AHEAD_SHARE", 4)  # of the little room here, for the sake of leases ahead
+    monkeypatch.setattr(quota, "_AHEAD_SHARE", 4)  # leases ahead need a larger share of this small root
     machine = BoundsMachine
     machine.TestCase.settings = settings(max_examples=effort(12, 150), stateful_step_count=40, deadline=None)
     machine.TestCase("runTest").debug()
@@ -397,7 +397,7 @@ def test_plan_frees_least_dense(
         (value[bin_], -age_us) for value in worth for bin_, age_us in zip(BINS[:-1], AGES[:-1], strict=True)
     ]
     for class_ in range(CLASSES):
-        ranks.insert((class_ + 1) * BUCKETS - 1, (-1.0, 0))  # older than the model can say
+        ranks.insert((class_ + 1) * BUCKETS - 1, (-1.0, 0))  # older than the model can express
     rank = ranks.__getitem__
     if gone:
         last = max(gone, key=rank)

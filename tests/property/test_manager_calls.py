@@ -1,4 +1,4 @@
-"""Whatever a manager is called with, and from wherever: it works or raises a documented error at once."""
+"""A manager works, or raises a documented error at once, for any argument and any calling thread."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ async def _call(manager: TieringManager, name: str, arguments: list[Any]) -> Non
 
 
 async def _from(place: str, manager: TieringManager, name: str, arguments: list[Any]) -> None:
-    """Call from a task here, from another loop, or from a plain thread; only documented errors come."""
+    """Call from a task here, from another loop, or from a plain thread; only documented errors occur."""
     if place == "here":
         with suppress(*DOCUMENTED):
             await _call(manager, name, arguments)
         return
 
     def plain() -> None:
-        if name in ("report_computed", "statistics"):  # the others are awaited
+        if name in ("report_computed", "statistics"):  # all other calls are awaited
             getattr(manager, name)(*arguments)
 
     work = plain if place == "thread" else lambda: asyncio.run(_call(manager, name, arguments))

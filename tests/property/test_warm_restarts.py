@@ -1,4 +1,4 @@
-"""Random lives of engines that are killed and started again over the same host memory: no wrong bytes."""
+"""Random lives of engines that are killed and restarted over the same host memory: no wrong bytes."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ DIGEST = bytes(16)
 
 
 class World:
-    """Host memory and files that outlive engines, and the engine that runs now.
+    """Host memory and files that outlive engines, and the current engine.
 
-    The bytes of a chunk depend on its key and the weights. New ones come before each reset; an engine starts
-    with those of its model's files.
+    The bytes of a chunk depend on its key and the weights. Each reset comes with new weights; an engine
+    starts with those of its model's files.
     """
 
     def __init__(self, seed: int) -> None:
@@ -56,7 +56,7 @@ class World:
         self.stores: list[tuple[Reservation, int]] = []
         self.commands: list[tuple[Command, int]] = []
         if self.weights:
-            self.files.clear()  # they are of the engine that was reset
+            self.files.clear()  # they belong to the engine that was reset
         self.weights = 0
 
     def content(self, key: OffloadKey, weights: int) -> bytes:
@@ -78,7 +78,7 @@ class World:
             self.stores.append((reservation, self.weights))
 
     def copy(self) -> None:
-        """End a store: it succeeds, fails, or brings parts of some chunks."""
+        """End a store: it succeeds, fails, or writes parts of some chunks."""
         if not self.stores:
             return
         reservation, weights = self.stores.pop(self.random.randrange(len(self.stores)))
@@ -91,7 +91,7 @@ class World:
         end(reservation) if end else self.core.commit(reservation, 0.0)
 
     def carry_out(self) -> None:
-        """Carry out a command."""
+        """Execute a command."""
         if self.commands:
             command, weights = self.commands.pop(self.random.randrange(len(self.commands)))
             if isinstance(command, Put):
@@ -100,7 +100,7 @@ class World:
                 self.core.on_event(GetEnded(command.id, self.get(command)), 0.0)
 
     def put(self, command: Put, weights: int) -> Sequence[bool]:
-        """Put chunks; the tier of adopted chunks may carry out those that a reset has overtaken, too."""
+        """Put chunks; the tier of adopted chunks may also run puts from before a reset."""
         for key, slot in zip(command.keys, command.slots, strict=True):
             if command.tier == 0:
                 self.trailers.write(slot, seal(key, memoryview(self.memory[slot]), DIGEST))
@@ -125,7 +125,8 @@ class World:
         return Answer.LOCATED if tier == 0 or key in self.files else Answer.MISSING
 
     def ask(self) -> None:
-        """Look a prompt up until it is loaded or missed, with the bytes that the engine would compute."""
+        """Look a prompt up until it is loaded or missed; check that it has the bytes that the engine would
+        compute."""
         request, keys = Request(), self.some_keys()
         hits: list[OffloadKey] = []
         for _ in range(8):
@@ -142,7 +143,7 @@ class World:
                 assert self.memory[slot] == self.content(key, self.weights), "a load brings wrong bytes"
                 self.counts["adopted"] += origin == 0
             if self.random.random() < 0.05:
-                for slot in pinned.slots:  # an audit of the load has found this
+                for slot in pinned.slots:  # the damage that an audit of the load detects
                     self.memory[slot][0] ^= 1
                 self.core.fail_load(pinned, request)
             else:
@@ -150,7 +151,7 @@ class World:
         self.core.close(request, 0.0)
 
     def verify(self) -> None:
-        """Verify a chunk in the background; the engine goes on before the mark is set."""
+        """Verify a chunk in the background; the engine continues before the mark is set."""
 
         def is_whole(trailer: bytes) -> bool:
             payload = memoryview(bytes(self.memory[slot]))
@@ -169,7 +170,7 @@ class World:
         self.weights = self.resets
 
     def die(self) -> None:
-        """End in the midst of copies and commands, some of which have happened, and start again."""
+        """Die amid copies and commands, some of which have finished, and start again."""
         self.end_copies()
         for command, weights in self.commands:
             if self.random.random() < 0.5 and isinstance(command, Put):
@@ -179,7 +180,7 @@ class World:
         self.start()
 
     def end_copies(self) -> None:
-        """Copy parts of the chunks that are being stored."""
+        """Copy parts of the chunks in flight."""
         for reservation, weights in self.stores:
             for key, slot in zip(reservation.keys, reservation.slots, strict=True):
                 part = self.random.randrange(CHUNK_BYTES + 1)
@@ -187,7 +188,7 @@ class World:
 
 
 class LateWriter(World):
-    """A worker outlives its engine: it ends its copies when the next engine has filled the slots already."""
+    """A worker outlives its engine: its copies end after the next engine has filled the slots."""
 
     late: Sequence[Callable[[], None]] = ()
 
@@ -235,7 +236,7 @@ def _fill_once(self: SlotTrailers, slots: Sequence[int]) -> None:
 
 
 def _fill_as_written(self: SlotTrailers, slots: Sequence[int]) -> None:
-    """Have entries before the bytes are there."""
+    """Write entries before their bytes."""
     _fill(self, slots)
     for slot in slots:
         self.write(slot, self.read(slot))

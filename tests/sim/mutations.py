@@ -377,12 +377,12 @@ FLEET_MUTATIONS = (
         (("if self._pins[chunk.row] > 0:", "if False:"),),
     ),
 )
-"""Bugs of kvtier-nixl, which runs of several engines find."""
+"""Bugs of kvtier-nixl that runs of several engines find."""
 
 
 @contextmanager
 def planted(mutation: Mutation) -> Iterator[None]:
-    """Have the bug in kvtier for a while, wherever the function was imported to."""
+    """Plant the bug in kvtier for a while, in every module that imported the function."""
     function = _find(mutation.where)
     sound = function.__code__
     function.__code__ = _mutated(mutation, function)

@@ -50,7 +50,7 @@ def test_thread_outlives_its_waiter() -> None:
     async def work() -> tuple[list[str], bool]:
         done: list[str] = []
         task = asyncio.ensure_future(anyio.to_thread.run_sync(done.append, "work"))
-        await asyncio.sleep(5e-5)  # by now it has begun, and mostly not ended
+        await asyncio.sleep(5e-5)  # by now it has started, and usually not ended
         task.cancel()
         await asyncio.wait([task])
         await asyncio.sleep(1)

@@ -10,7 +10,7 @@ from kvtier_testing.sim import run
 from tests.sim.mutations import FLEET_MUTATIONS, MUTATIONS, Mutation, planted
 
 SEEDS = range(2_000)
-FLEETS = range(200)  # of four engines each
+FLEETS = range(200)  # each runs four engines
 
 
 @pytest.mark.full
@@ -42,7 +42,8 @@ def _require_found(
 
 @pytest.mark.parametrize("mutation", [*MUTATIONS, *FLEET_MUTATIONS], ids=lambda mutation: mutation.name)
 def test_bug_can_be_planted(mutation: Mutation) -> None:
-    """Whether it is found is seen in the full tests only: here, that the code it changes is still there."""
+    """Check that the mutated code still exists. Only the full tests check that the simulation finds the
+    bug."""
     with planted(mutation):
         pass
 

@@ -1,4 +1,4 @@
-"""The simulation: it shows what it is to show, the same each time, and takes parts of others."""
+"""The simulation covers its events, repeats exactly, and accepts other implementations."""
 
 from __future__ import annotations
 
@@ -83,13 +83,13 @@ SHOWN = (
 
 @pytest.mark.full
 def test_every_event_happens(seen: Counter[str]) -> None:
-    """An event that never happens in the simulation is not tested by it."""
+    """The simulation does not test an event that never happens in it."""
     assert [what for what in SHOWN if not seen[what]] == []
 
 
 @pytest.mark.full
 def test_stores_are_mostly_useful(seen: Counter[str]) -> None:
-    """A world in which nearly everything fails would show no wrong bytes either."""
+    """If nearly everything failed, wrong bytes could not show."""
     assert seen["chunks loaded"] > seen["chunks stored"] / 10
     assert seen["core loaded"] > seen["core loaded cpu"] / 20
 
@@ -117,7 +117,7 @@ def test_damage_changes_bytes(trailer: bytes) -> None:
             assert corrupt(Random(seed), payload, trailer) != (payload, trailer)
 
 
-# --- parts of others -----------------------------------------------------------------------------
+# --- other implementations ------------------------------------------------------------------------
 
 
 def dummy(backend: Backend) -> DummyTier:
@@ -134,14 +134,14 @@ def test_own_tier() -> None:
 
 
 class Forgetful(SimTier):
-    """Is reset, and still has what was put before."""
+    """Ignores a reset, and keeps earlier chunks."""
 
     async def reset(self) -> None:
         pass
 
 
 class Careless(SimTier):
-    """Keeps what the slots hold a moment after it has ended."""
+    """Overwrites the slots shortly after the get has ended."""
 
     verifies = True
 
@@ -153,7 +153,7 @@ class Careless(SimTier):
 
 
 class Trusting(SimTier):
-    """Says that it verifies what it gives, and does not."""
+    """Claims to verify its chunks, and does not."""
 
     verifies = True
 
@@ -168,7 +168,7 @@ def test_bad_tier_is_found(tier: type[SimTier]) -> None:
 
 
 class Stale(LRU):
-    """Evicts what is pinned."""
+    """Evicts pinned chunks."""
 
     def pin(self, keys: Sequence[OffloadKey]) -> None:
         pass

@@ -26,18 +26,18 @@ from tests.soak.figures import Bound, Sample, judge, shared_memory
 
 ISOLATIONS = ("thread", "process")
 
-# oneDNN and torch keep what they have made for each number of tokens, up to a thousand of them, which grows
-# a CPU engine by some hundred MiB with kvtier and without.
+# oneDNN and torch keep primitives for each number of tokens, up to a thousand of them. That grows a CPU
+# engine by some hundred MiB, with kvtier and without.
 FEW_SHAPES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8", "LRU_CACHE_CAPACITY": "8"}
 
 _folder = partial(tempfile.TemporaryDirectory, prefix="kvtier-soak-")
 
 
 class Report:
-    """Prints figures, and remembers what has failed.
+    """Prints figures, and records failures.
 
     Args:
-        seed: of all choices.
+        seed: the seed of all choices.
     """
 
     def __init__(self, seed: int) -> None:
@@ -46,7 +46,7 @@ class Report:
         self._console = Console(width=None if sys.stdout.isatty() else 150, highlight=False, markup=False)
 
     def fail(self, part: str, what: object) -> None:
-        """Note a failure, without vLLM's own log lines."""
+        """Record a failure, without vLLM's own log lines."""
         lines = [line for line in f"{part}: {what}".splitlines() if not VLLM_LINE.match(line)]
         self.failures.append("\n  ".join(lines))
 
@@ -70,7 +70,7 @@ class Report:
         figures.show(trends, self._console)
 
     def end(self) -> int:
-        """Print what has failed, and how to repeat it; return the exit status."""
+        """Print the failures, and how to repeat them; return the exit status."""
         for failure in self.failures:
             self._console.print(f"FAILED: {failure}")
         if self.failures:
@@ -114,7 +114,7 @@ def _soak(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for; return the exit status."""
+    """Run the command line's soak; return the exit status."""
     given = _parser().parse_args(arguments)
     seed = random.SystemRandom().getrandbits(32) if given.seed is None else given.seed
     report = Report(seed)

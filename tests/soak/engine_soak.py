@@ -1,8 +1,8 @@
 """A real engine whose tiers are all too small, and whose tier processes die.
 
-A round takes a few seconds: batches of prompts that share beginnings, are new, or were asked before. Some
-requests are aborted, and caches are reset. In the middle of a round the Redis server or the tier process is
-killed or stopped, and comes back. A second engine without kvtier computes every prompt, and all tokens are
+A round takes a few seconds: batches of prompts that share beginnings, are new, or repeat earlier ones. Some
+requests are aborted, and caches are reset. In mid-round the soak kills or stops the Redis server or the tier
+process, and brings it back. A second engine without kvtier computes every prompt, and all tokens are
 compared. After each round the fault ends, transfers end, and all figures are sampled.
 """
 
@@ -93,13 +93,13 @@ class SoakError(Exception):
 
 
 def redis_server(folder: Path) -> Any:
-    """Return a Redis server that evicts all the time, not started yet. It is empty after each start."""
+    """Return a Redis server that evicts all the time, not yet started. It is empty after each start."""
     limits = f"--maxmemory {REDIS_BYTES} --maxmemory-policy allkeys-lru"
     return redis_servers().Server(folder / "redis", f"--unixsocket {folder / SOCKET} {limits}")
 
 
 def settings(folder: Path, isolation: str) -> dict[str, Any]:
-    """Return kvtier's settings: a primary tier of 40 chunks, and two tiers that are too small, too."""
+    """Return kvtier's settings: a primary tier of 40 chunks, and two tiers that are also too small."""
     quick = {"deadline_s": DEADLINE_S, "breaker_pause_s": 0.1}
     redis = {"type": "redis", "addresses": [str(folder / SOCKET)], **quick}
     small = {"min_free_bytes": 0, "max_bytes": FILES_BYTES, "recount_s": 20, "n_threads": 4, **quick}
@@ -158,10 +158,10 @@ class EngineSoak:
         self._began_s = time.monotonic()
 
     def run(self, seconds: float) -> None:
-        """Run for so long.
+        """Run for this long.
 
         Raises:
-            SoakError: see there.
+            SoakError: see its docstring.
             EngineError: an engine has failed.
         """
         while time.monotonic() < self._began_s + seconds or len(self.samples) < FEWEST_SAMPLES:
@@ -189,7 +189,7 @@ class EngineSoak:
         for tier in TIERS:
             self.seen[f"put into {tier}"] = int(metrics.value("kvtier_put_chunks", tier=tier))
             self.seen[f"asked of {tier}"] = int(metrics.value(_ASKED, tier=tier))
-        # The server is emptied by each kill: it does not have much to give.
+        # Each kill empties the server, so it has few chunks to return.
         self.seen["loaded from files"] = int(metrics.value("kvtier_loaded_chunks", tier="files"))
         wanted = [*self.seen, "requests that were aborted", "resets of all tiers", "kills"]
         if idle := sorted({what for what in wanted if not self.seen[what]}):
@@ -236,7 +236,7 @@ class EngineSoak:
         for pid in self._tiers_processes():
             kill, stop, go_on = (partial(_send, pid, number) for number in _SIGNALS)
             faults.append(("tiers' process killed", kill, lambda: None))
-            faults.append(("tiers' process stopped", stop, go_on))  # the engine ends it if that takes long
+            faults.append(("tiers' process stopped", stop, go_on))  # the engine kills it if that takes long
         return faults
 
     def _evicted_by_redis(self) -> int:

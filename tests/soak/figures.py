@@ -1,12 +1,12 @@
 """The figures sampled of processes and folders, and whether each stays flat over a run.
 
 Samples are taken at rest: all faults are over, all stores, puts and gets have ended. The first third of the
-samples is warm-up (pools fill, buffers grow) and is not judged. The level of the second third is compared
+samples is warm-up (pools fill, buffers grow) and is ignored. The level of the second third is compared
 with the level of the last. The level is the lower quartile: a leak raises it for good, while a connection
 that was just lost, or a thread that ends, moves single samples.
 
 A figure may grow by a constant, which covers pools, and by a rate per event that could leak (a request, a
-kill). ``visible`` tells the smallest leak that a run of this length would have found.
+kill). ``visible`` is the smallest leak that a run of this length would have found.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from statistics import quantiles
 from tests.common import children, is_alive
 
 FEWEST_SAMPLES = 9
-"""Three in each third; with fewer nothing is judged."""
+"""Three in each third; with fewer samples there is no verdict."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Sample:
 
     Attributes:
         at_s: seconds since the start.
-        events: how many requests, kills and so on there were so far.
-        figures: by name.
+        events: number of requests, kills and so on so far.
+        figures: the values by name.
     """
 
     at_s: float
@@ -61,12 +61,12 @@ class Trend:
     """Figures, by their level in the second and the last third of the samples
 
     Attributes:
-        name: of the figure.
+        name: the figure's name.
         second, last: its level in the second and in the last third of the samples.
-        peak: the greatest sample of all.
-        allowed: how much it may have grown.
+        peak: the greatest of all samples.
+        allowed: the permitted growth.
         visible: the smallest leak for each event that would have been found; None without an event.
-        is_flat: whether it has kept to its bound.
+        is_flat: whether it stayed within its bound.
     """
 
     name: str
@@ -103,7 +103,7 @@ def judge(samples: Sequence[Sample], bounds: Mapping[str, Bound]) -> list[Trend]
     return trends
 
 
-# --- what is sampled ---
+# --- the samples ---
 
 
 @dataclass(frozen=True)
@@ -148,14 +148,14 @@ class ProcessStats:
 
 
 def shared_memory() -> set[Path]:
-    """Return the files in shared memory, of other programs too."""
+    """Return the files in shared memory, including other programs'."""
     return set(_listed(Path("/dev/shm")))
 
 
 def on_disk(root: Path) -> tuple[int, int]:
-    """Return how many files and directories lie below ``root``, and the bytes that they take.
+    """Return how many files and directories lie below ``root``, and their size in bytes. A file that is
 
-    One that is renamed meanwhile, as every chunk is when it is whole, counts once.
+    renamed meanwhile counts once; every chunk is renamed when it is whole.
     """
     found: dict[int, int] = {}
     for parent, folders, names in os.walk(root):
@@ -167,12 +167,12 @@ def on_disk(root: Path) -> tuple[int, int]:
 
 
 def zombies_of(pid: int) -> int:
-    """Return how many children of a process have ended and were not waited for."""
+    """Return how many children of a process are zombies."""
     return sum(not is_alive(child) for child in children(pid))
 
 
 def _opened(pid: int) -> list[Path]:
-    """Return what each open descriptor of a process stands for."""
+    """Return the target of each open descriptor of a process."""
     found = []
     for link in _listed(Path("/proc", str(pid), "fd")):
         with suppress(OSError):

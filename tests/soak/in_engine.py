@@ -19,7 +19,7 @@ from kvtier_testing import invariants
 
 
 def hurry(llm: Any) -> dict[str, Any]:
-    """Let the tier process, if there is one, restart at once after each kill.
+    """Let the tier process, if any, restart at once after each kill.
 
     Call this before the engine starts. By default the pauses grow to half a minute.
     """
@@ -35,8 +35,7 @@ def hurry(llm: Any) -> dict[str, Any]:
 def sample(llm: Any) -> dict[str, float]:
     """Return counts of this process: kvtier's objects, blocks of Python's memory, tasks, transfers.
 
-    Check the core's invariants. First return freed memory to the kernel, so that the rest is in use, or lies
-    between memory in use.
+    Check the core's invariants. First return freed memory to the kernel; the rest is in use, or fragmented.
 
     Raises:
         AssertionError: an invariant does not hold.
@@ -66,8 +65,8 @@ def _core(llm: Any) -> Any:
 
 
 def _objects() -> Counter[str]:
-    """Count the objects of kvtier's classes that were made since the engine has started, by class."""
-    things = gc.get_objects()  # without those that vLLM has frozen by then
+    """Count the objects of kvtier's classes that were made since the engine started, by class."""
+    things = gc.get_objects()  # without the objects that vLLM had frozen by then
     return Counter(type(thing).__name__ for thing in things if type(thing).__module__.startswith("kvtier."))
 
 

@@ -23,7 +23,7 @@ BOUND = Bound(4, "kills", 0.25, most=200)
 
 
 def samples(figure: Callable[[int], float], count: int = 36) -> list[Sample]:
-    """Make samples whose figure follows from the number of kills so far, two for each."""
+    """Make two samples per kill, whose figure is a function of the number of kills so far."""
     return [Sample(4.0 * index, {"kills": 2 * index}, {"it": figure(2 * index)}) for index in range(count)]
 
 
@@ -34,7 +34,7 @@ def samples(figure: Callable[[int], float], count: int = 36) -> list[Sample]:
         (lambda kills: min(kills, 20), True),  # warm-up
         (lambda kills: 68 + kills - NOISE.choice([0, 0, 0, 8 * NOISE.random()]), False),
         (lambda kills: max(0, kills - 36), False),  # it begins late
-        (lambda kills: 201 if kills == 2 else 68, False),  # beyond what may ever be, warm-up or not
+        (lambda kills: 201 if kills == 2 else 68, False),  # beyond the absolute limit, warm-up or not
     ],
 )
 def test_leak_is_told_from_noise(figure: Callable[[int], float], is_flat: bool) -> None:
@@ -58,10 +58,10 @@ def test_leak_names_seed(
 
 
 def test_all_resources_are_seen(tmp_path: Path) -> None:
-    gc.collect()  # else garbage of other tests is freed between the two samples
+    gc.collect()  # otherwise garbage of other tests is freed between the two samples
     before = ProcessStats.of(os.getpid(), tmp_path)
     zombies = zombies_of(os.getpid())
-    held = mmap.mmap(-1, 8 * MIB, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # not what was freed before
+    held = mmap.mmap(-1, 8 * MIB, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # not memory that was freed before
     held.write(os.urandom(8 * MIB))
     with (tmp_path / "file").open("w"), open(os.devnull), open(os.devnull):
         after = ProcessStats.of(os.getpid(), tmp_path)

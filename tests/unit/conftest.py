@@ -1,4 +1,4 @@
-"""Distributions made on the fly, as a third party's would be installed; file systems in memory."""
+"""Distributions created for one test, installed like a third party's; file systems in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 
 class InstallDistribution(Protocol):
-    """Makes a distribution importable for the time of one test."""
+    """Makes a distribution importable during one test."""
 
     def __call__(
         self,
@@ -27,7 +27,8 @@ class InstallDistribution(Protocol):
 
 @pytest.fixture
 def install_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[InstallDistribution]:
-    """Install a distribution with one module of its name; ``plugins`` maps entry points to attributes."""
+    """Install a distribution with one module of the same name; ``plugins`` maps entry points to
+    attributes."""
     before = set(sys.modules)
 
     def install(
@@ -96,13 +97,13 @@ class Tier(DummyTier):
 
 @pytest.fixture
 def acme(install_distribution: InstallDistribution) -> None:
-    """A third party's tier ``acme`` of good quality, with settings of every kind."""
+    """A third party's well-behaved tier ``acme``, with settings of every kind."""
     install_distribution("acme-tiers", GOOD_TIER, {"acme": "Tier"})
 
 
 @contextmanager
 def mounted_tmpfs(point: Path, options: str) -> Iterator[Path]:
-    """Mount a file system in memory for a while; skip where that is not allowed."""
+    """Mount an in-memory file system for a while; skip the test if mounting is not allowed."""
     point.mkdir(exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", options, "kvtier-test", str(point)]
     try:

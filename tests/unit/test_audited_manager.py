@@ -1,4 +1,4 @@
-"""The asyncio face with every chunk audited: real copies, real tiers, and bytes that change on their way."""
+"""The asyncio manager with every chunk audited: real copies, real tiers, and bytes that change in transit."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ async def test_tier_is_blamed_after_promotion(tmp_path: Path) -> None:
         await it.store(KEYS)
         await it.forget_primary()
         assert await it.manager.lookup(KEYS) == 6
-        it.flip()  # as a client does that goes on writing when its get has ended
+        it.flip()  # a client may keep writing after its get has ended
         with pytest.raises(TransferError, match="has changed in the primary tier"):
             await it.load(KEYS)
         tier, other = it.manager.statistics().tiers
@@ -99,7 +99,7 @@ async def test_tier_is_blamed_after_promotion(tmp_path: Path) -> None:
 async def test_changed_chunk_is_not_put() -> None:
     async with opened(dummy()) as it:
         await it.store(KEYS)
-        it.flip()  # the put is ordered and has not begun
+        it.flip()  # the put is queued and has not started
         await it.manager.drain()
         await it.manager.lookup(KEYS)
         counts = it.manager.statistics().counts

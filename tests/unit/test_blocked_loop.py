@@ -1,4 +1,4 @@
-"""A program that computes on the manager's event loop: the tiers are not charged for it."""
+"""A program that computes on the manager's event loop: kvtier does not blame the tiers for it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BLOCKED_S = 1.2
 
 
 class TimesOut(DummyTier):
-    """A client with its own time limit. Its first puts begin together, in one turn of a blocked loop."""
+    """A client with its own time limit. Its first puts start together, in one turn of a blocked loop."""
 
     PUTS = 6
     """Five failures in a row would open the breaker."""
@@ -61,7 +61,7 @@ class Begun(DummyTier):
 
 
 def healthy(it: World) -> None:
-    """See that nothing was dropped, late or counted against the tier."""
+    """Check that nothing was dropped, late or counted against the tier."""
     (tier,) = it.manager.statistics().tiers
     assert (tier.down, tier.overdue, tier.puts, tier.gets) == (
         None,

@@ -103,7 +103,7 @@ def test_absurd_numbers_are_refused(model: type[BaseModel], least: dict[str, Any
 
 
 class Third(TierConfig):
-    """Another distribution's settings, which bound nothing."""
+    """Another distribution's settings, which set no bounds."""
 
     pause_s: float = 1.0
     window_bytes: int = 1

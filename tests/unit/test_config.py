@@ -1,4 +1,4 @@
-"""The configuration: vLLM's names, one error in words, and nothing silently ignored."""
+"""The configuration: vLLM's names, one clear error, and nothing silently ignored."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def test_unknown_policy_lists_installed():
     ("name", "value"),
     [
         ("block_size", 0),
-        ("offload_prompt_only", "false"),  # vLLM would take this text as true
+        ("offload_prompt_only", "false"),  # vLLM would accept this text as true
         ("promotion_budget", 1.5),
         ("request_deadline_s", float("nan")),
         ("request_deadline_s", 5000),  # meant in milliseconds
         ("copy_deadline_s", 1e-9),
-        ("drain_on_shutdown_s", 1e30),  # beyond what a thread can be waited for
+        ("drain_on_shutdown_s", 1e30),  # longer than Python can wait for a thread
         ("cpu_bytes_to_use", "much"),
         ("audit_rate", False),
         ("isolation", "none"),

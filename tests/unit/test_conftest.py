@@ -1,4 +1,4 @@
-"""The tests' own guard works: kvtier's code may not block the event loop."""
+"""The guard in the tests' conftest works: kvtier's code may not block the event loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documentation is true: its Python runs, its JSON is accepted, and its names exist."""
+"""The documentation is correct: its Python runs, its JSON is accepted, and its names exist."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TELEMETRY = {
     for file in ROOT.glob(module)
     for name in re.findall(r'"(kvtier\.\w+)[".]', file.read_text())
 }
-"""Names of loggers, spans and attributes, which look like modules."""
+"""Names of loggers, spans and attributes that look like modules."""
 
 _FENCE = re.compile(
     r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<text>.*?)^(?P=indent)``` *$", re.MULTILINE | re.DOTALL
@@ -66,7 +66,7 @@ class Block:
 
     @property
     def excerpt_of(self) -> Path | None:
-        """The file below examples/ that the block shows a part of, after ``file=``."""
+        """The file below examples/ whose part the block shows, after ``file=``."""
         return next((EXAMPLES / word[5:] for word in self.info if word.startswith("file=")), None)
 
 
@@ -89,14 +89,14 @@ def blocks_of(page: Path, *languages: str) -> list[Block]:
 
 @every_page
 def test_page_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its blocks run one after the other in one namespace and on one event loop; they may await."""
+    """A page's blocks run one after the other in one namespace and on one event loop; they may await."""
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {"__name__": "__main__"}
     with asyncio.Runner() as runner:
         for block in blocks_of(page, "python"):
             if block.excerpt_of:
                 continue
-            source = "\n" * (block.line - 1) + block.text  # so that a traceback names the page's line
+            source = "\n" * (block.line - 1) + block.text  # so a traceback names the page's line
             code = compile(source, str(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
             if code.co_flags & inspect.CO_COROUTINE:
                 runner.run(_awaited(eval(code, namespace)))
@@ -140,12 +140,12 @@ def test_excerpts_match_files(page: Path) -> None:
             assert any(text in block.excerpt_of.read_text() for text in shown), block.where
 
 
-# --- what is generated --------------------------------------------------------------------------------
+# --- generated parts ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def pages() -> Any:
-    """The module that keeps the generated parts of the pages."""
+    """The module that maintains the generated parts of the pages."""
     return load_file("pages", DOCS / "mkdocs" / "pages.py")
 
 
@@ -202,7 +202,7 @@ def commands(pages: Any) -> dict[str, set[str]]:
 
 
 def code_of(page: Path) -> str:
-    """Return the pieces of code in a page's sentences, one a line, and its shell commands."""
+    """Return the code in a page's sentences, one piece per line, and its shell commands."""
     sentences = _FENCE.sub("", page.read_text())
     return "\n".join([*_CODE.findall(sentences), *(block.text for block in blocks_of(page, *_SHELL))])
 
@@ -243,7 +243,7 @@ def test_page_names_exist(page: Path) -> None:
     known = metrics().keys() | _SOURCES.keys() | _OWN_TO_VLLM
     named = {name.removesuffix("_total") for name in re.findall(r"\b(?:kvtier_|vllm:)[a-z_]+[a-z]", code)}
     examples = {path.parent.name for path in EXAMPLES.glob("*/src/*/__init__.py")}
-    if page.name != "metrics.md":  # which compares with vLLM's
+    if page.name != "metrics.md":  # compared with vLLM's
         assert named - known - examples == set()
 
     words = {word for name, table in vars(reasons).items() if name.isupper() and isinstance(table, Mapping)
@@ -272,7 +272,7 @@ def test_named_tests_exist() -> None:
     start = lines.index("| feature | vLLM's own tiering | kvtier | shown by |") + 2
     rows = [row.strip("| ").split("|") for row in itertools.takewhile(bool, lines[start:])]
     named = [found for row in rows for found in _SHOWN_BY.findall(row[-1].strip())]
-    assert len(named) >= len(rows) - 1  # the first row is shown by all
+    assert len(named) >= len(rows) - 1  # all of them share the first row
     for module, words in named:
         tests = (ROOT / "tests" / "integration" / f"{module}.py").read_text().replace("_", " ")
         assert [each for each in words.split(", ") if each.strip() and each not in tests] == [], module

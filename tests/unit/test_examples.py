@@ -1,4 +1,4 @@
-"""The example of a policy installs as its users install it, and every example is tested somewhere."""
+"""The example policy installs as users install it, and every example has a test."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ DISTRIBUTIONS = {"files", "second_chance", "shelf"}
 
 
 def test_examples_are_tested() -> None:
-    """The others have their own tests: ``test_pd_proxy``, ``test_transformers_example``."""
+    """The other examples have their own tests: ``test_pd_proxy``, ``test_transformers_example``."""
     assert not list(EXAMPLES.glob("*.py"))
     assert {path.parent.name for path in EXAMPLES.glob("*/pyproject.toml")} == DISTRIBUTIONS
 
 
-@pytest.mark.full  # the conformance session runs them as well
+@pytest.mark.full  # the conformance session runs them, too
 def test_policy_example_passes(tmp_path: Path) -> None:
     pytest.importorskip("hatchling", reason="the build backend of the example is not installed")
     project = shutil.copytree(EXAMPLES / "second_chance", tmp_path / "second_chance")

@@ -1,4 +1,4 @@
-"""Commands in, exactly one event out for each, whatever the tiers do."""
+"""Each command yields exactly one event, whatever the tiers do."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Gated(DummyTier):
         outcome = await self._through("put", self.puts_open, partial(super().put, batch))
         if resets == self.begun.count("reset"):
             return outcome
-        await super().discard(batch.keys)  # it began in an earlier epoch
+        await super().discard(batch.keys)  # it started in an earlier epoch
         return Outcome.all(Status.REFUSED, len(batch), "reset")
 
     async def get(self, batch: Batch) -> Outcome:
@@ -155,7 +155,7 @@ async def test_uses_are_batched() -> None:
         assert tier.batches[2:] == [keys([4])]
 
 
-# --- how many at once ----------------------------------------------------------------------------
+# --- concurrency ---------------------------------------------------------------------------------
 
 
 async def test_gets_do_not_wait_for_puts() -> None:
@@ -176,7 +176,7 @@ async def test_gets_do_not_wait_for_puts() -> None:
 
 
 class SlowMemory(HeapMemory):
-    """Slots that cannot be looked at until the gate is open: so that sealing them takes its time."""
+    """Slots that block readers until the gate opens, so that sealing them takes time."""
 
     def __init__(self) -> None:
         super().__init__(SLOTS, CHUNK_BYTES)
@@ -214,7 +214,7 @@ async def test_reset_before_put_is_seen() -> None:
 
 
 class Losing(Gated):
-    """Says when it has lost what it has opened. Chunks outlive that, as they do on a disk."""
+    """Reports the loss of its opened resources. Chunks outlive the loss, as on a disk."""
 
     context: TierContext
 
@@ -250,7 +250,7 @@ async def test_lost_tier_reopens_once_idle() -> None:
 
 
 class Unspeakable(Exception):
-    """Its text cannot be had."""
+    """An exception whose text is unavailable."""
 
     def __str__(self) -> str:
         raise Panic("str")
@@ -372,7 +372,7 @@ async def test_shutdown_fails_no_step(step: str, caplog: pytest.LogCaptureFixtur
 
 
 class SlowReset(DummyTier):
-    """A tier whose reset takes a while, and which says whether it was done."""
+    """A tier whose reset takes a while, and which reports whether the reset finished."""
 
     def __init__(self, reset_s: float) -> None:
         super().__init__(DummyConfig())
@@ -384,11 +384,11 @@ class SlowReset(DummyTier):
         self.was_reset = True
 
     async def aclose(self) -> None:
-        """Do not reset, as a dummy does."""
+        """Keep the chunks; a dummy would reset them."""
 
 
 class Panic(BaseException):
-    """Raised by Rust extensions that panic; not an ``Exception``."""
+    """Rust extensions raise it when they panic; it is not an ``Exception``."""
 
 
 FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
@@ -418,7 +418,7 @@ async def test_failed_transfer_answers_once(fault: str) -> None:
         await it.hold([1, 2, 3], tier=1)
         event = await it.ended(it.fetch([1, 2, 3], [10, 11, 12], tier=1))
         assert (list(event.answers), event.reasons) == ([MISSING] * 3, {reason: 3})
-        await it.hold([4], tier=2)  # the others go on
+        await it.hold([4], tier=2)  # the others continue
 
 
 async def test_put_that_answers_absent_has_failed() -> None:
@@ -427,7 +427,7 @@ async def test_put_that_answers_absent_has_failed() -> None:
 
 
 class Reversing(DummyTier):
-    """Changes an argument, if it can be changed."""
+    """Changes an argument, if the argument is mutable."""
 
     def __init__(self, verb: str) -> None:
         super().__init__(DummyConfig(complete_index=verb == "known"))
@@ -514,7 +514,7 @@ async def test_unopenable_tier_is_down(error: BaseException) -> None:
         (down,) = it.downs
         assert down.tier == 0
         assert str(error) in down.reason
-    assert closed == []  # it has not been opened, so there is nothing to close
+    assert closed == []  # it was never opened, so there is nothing to close
 
 
 @pytest.mark.parametrize(
@@ -550,7 +550,8 @@ Forge = Callable[[Batch, int, tuple[bytes, bytes]], object]
 
 
 class Forger(DummyTier):
-    """Returns the chunks in ``forged`` as ``forge`` changes them; its third argument is chunk 1 as stored."""
+    """Returns the chunks in ``forged`` after ``forge`` has changed them; its third argument is the stored
+    chunk 1."""
 
     def __init__(self, forge: Forge, forged: Sequence[int]) -> None:
         super().__init__(DummyConfig())
@@ -625,7 +626,7 @@ async def test_sound_reread_is_a_hit(caplog: pytest.LogCaptureFixture) -> None:
 
 
 class DiscardedByOther(ReadsBadly):
-    """Another engine has found the damage too, and discards the chunk first."""
+    """Another engine has detected the damage too, and discards the chunk first."""
 
     async def reread(self, batch: Batch) -> Outcome:
         await self.discard(batch.keys)
@@ -668,7 +669,7 @@ async def test_discards_are_rationed() -> None:
         assert tier.known(keys(range(20))).count(Knowledge.ABSENT) == 16
 
 
-# --- what it is doing ------------------------------------------------------------------------------
+# --- activity --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error", [OSError("busy"), SystemExit(1), Panic("poisoned"), Unspeakable()])
@@ -691,11 +692,11 @@ async def test_failed_usage_is_asked_again(error: BaseException, monkeypatch: py
             while activity.usage != Usage(2, 9):
                 seen.append(activity.usage)
                 await anyio.sleep(0.001)
-    assert seen[-1] is None  # an earlier result is not reported any more
+    assert seen[-1] is None  # an earlier result is no longer reported
 
 
 class Telling(DummyTier):
-    """Shows the test its context."""
+    """Exposes its context to the test."""
 
     def __init__(self, context: list[TierContext], **settings: Any) -> None:
         super().__init__(DummyConfig(**settings))
@@ -813,13 +814,13 @@ def test_early_commands_run() -> None:
 def test_close_lets_puts_end(launch: MakeHarness, beside: str) -> None:
     it = launch(dummy(put_latency_s=0.1), where=beside)
     ids = [it.put([number]) for number in range(5)]
-    assert it.process.close(PATIENCE_S, PATIENCE_S)  # at once: nothing of it has begun
+    assert it.process.close(PATIENCE_S, PATIENCE_S)  # at once: it has not started
     assert executor_threads() == []
     assert [it.kept(id_) for id_ in ids] == [[True]] * 5
 
 
 def test_close_lets_reset_end(launch: MakeHarness) -> None:
-    """A tier that outlives the process would give what is from before it to the next one."""
+    """A tier that outlives the process would pass chunks from before the reset to the next process."""
     tier = SlowReset(0.1)
     it = launch(tier)
     it.reset(1)

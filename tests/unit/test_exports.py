@@ -1,4 +1,4 @@
-"""``kvtier`` exports what its users name, every error included, and the reference lists it."""
+"""``kvtier`` exports every name that its users need, including every error, and the reference lists them."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ asyncio.run(main())
 
 @pytest.fixture
 def child(tmp_path: Path) -> Iterator[tuple[int, list[str]]]:
-    """A process that was forked from one with open tiers and a region, and has outlived it.
+    """A process forked from one with open tiers and a region, which it has outlived.
 
     Yields its id and the sockets that its parent had before it opened them.
     """
@@ -76,7 +76,7 @@ def child(tmp_path: Path) -> Iterator[tuple[int, list[str]]]:
             parent.stdin.close()
             assert parent.wait() == -signal.SIGKILL
             yield pid, sockets
-            os.kill(pid, 0)  # it has lived all the time
+            os.kill(pid, 0)  # it was alive all the time
         finally:
             os.kill(pid, signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""The report of a run on a GPU: partial output is kept, and tables are made of the steps that there are."""
+"""The report of a run on a GPU keeps partial output, and makes tables of the steps that ran."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hints in three places and in short forms: valid ones become actions, others one warning."""
+"""Hints in three places and in short forms: valid ones become actions, others cause one warning."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvtier.adapters.vllm._hints import (
 )
 
 NESTED: list[Any] = []
-for _ in range(100_000):  # deeper than its text could be made
+for _ in range(100_000):  # deeper than any encoder could write
     NESTED = [NESTED]
 
 

@@ -1,4 +1,4 @@
-"""The runner of CI's sessions: two at a time, none hangs, none is silent. Over a nox of the tests' own."""
+"""The runner of CI's sessions: two at a time, no hang, no silence. The tests use a nox of their own."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ Run = Callable[..., tuple[list[str], str]]
 
 @pytest.fixture
 def lanes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The runner, in its own project."""
+    """The runner, in a project of its own."""
     module: ModuleType = load_file("lanes", SOURCE)
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules/nox.py").write_text(NOX)
@@ -98,7 +98,7 @@ def test_table_puts_failures_last(run: Run) -> None:
 
 
 def test_hung_session_is_named(lanes: ModuleType, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "GRACE_S", 1.0)  # SIGINT may be ignored, as in a shell's background
+    monkeypatch.setattr(lanes, "GRACE_S", 1.0)  # SIGINT may be ignored, as in a shell's background jobs
     results, said = run({"hangs": "hangs"}, limit_s=1.0)
     assert results == ["ENDED after its limit of 1 s"]
     assert said.splitlines()[-1] == "failed: hangs"
@@ -107,7 +107,7 @@ def test_hung_session_is_named(lanes: ModuleType, run: Run, monkeypatch: pytest.
 def test_run_waits_for_other_run(
     lanes: ModuleType, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that is killed leaves its session behind, which holds the lock to its end."""
+    """A killed runner leaves its session behind, which holds the lock until it ends."""
     (tmp_path / ".nox").mkdir()
     with (tmp_path / ".nox/lanes.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -15,7 +15,7 @@ from tests.common import failing_log_handler
 
 
 def test_failing_handler_loses_only_its_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing else logs: see ``banned-api`` in pyproject.toml."""
+    """Other modules do not log directly: see ``banned-api`` in pyproject.toml."""
     logger = GuardedLogger("kvtier.test_log_limit")
     with failing_log_handler() as lines:
         logger.warning("one")

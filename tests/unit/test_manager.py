@@ -1,4 +1,4 @@
-"""The asyncio face, with real copies and tiers: loads return the stored bytes exactly."""
+"""The asyncio manager with real copies and tiers: loads return the stored bytes exactly."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tests.common import PATIENCE_S, named_tier
 from tests.unit.test_executor import SlowReset
 
 IDENTITY = Identity.make("model", {"dtype": "int8"})
-PAGES = (3072, 960)  # nearly all of a slot: a wrong byte seldom falls outside them
+PAGES = (3072, 960)  # nearly all of a slot: few wrong bytes fall outside them
 AnyTier = SecondaryTier[Any]
 
 
@@ -60,7 +60,7 @@ def files(root: Path, **settings: object) -> FsTier:
 
 
 class Device:
-    """The engine's tensors. A chunk's content follows from its key and a version, for each page."""
+    """The engine's tensors. A chunk's key and a version determine the content of each page."""
 
     def __init__(
         self, groups: int = 1, blocks_per_chunk: int = 1, blocks: int = 128, pages: Sequence[int] = PAGES
@@ -69,7 +69,7 @@ class Device:
         self.blocks_per_chunk = blocks_per_chunk
         tensors = tuple(torch.zeros((blocks, size), dtype=torch.int8) for size in pages)
         refs = tuple(PageRef(index, size) for index, size in enumerate(pages))
-        # Group 1 uses the first tensor alone, and not all of its page.
+        # Group 1 uses only the first tensor, and not all of its page.
         self.caches = KVCaches(tensors, (refs, (PageRef(0, 256),))[:groups])
 
     def fill(self, keys: Sequence[OffloadKey], blocks: Sequence[int], version: object = 0) -> None:
@@ -155,7 +155,7 @@ class World:
     async def load(
         self, keys: Sequence[OffloadKey], first: int = 0, versions: Callable[[], Sequence[int]] = lambda: [0]
     ) -> int:
-        """Load ``keys`` into cleared blocks, and see that those loaded are right and the rest untouched."""
+        """Load ``keys`` into cleared blocks; check that loaded blocks are right and the rest is untouched."""
         width = self.device.blocks_per_chunk
         blocks = range(first, first + len(keys) * width)
         self.device.clear(blocks)
@@ -167,7 +167,7 @@ class World:
         return count
 
     async def forget_primary(self) -> None:
-        """Push everything out of the primary tier by storing other chunks."""
+        """Evict everything else from the primary tier by storing other chunks."""
         slots = self.manager.statistics().slots
         for start in range(0, 4 * slots, 8):
             first = self.device.blocks - 8 * self.device.blocks_per_chunk
@@ -175,7 +175,7 @@ class World:
             await self.manager.drain()
 
     async def check_idle(self) -> None:
-        """See that nothing is left behind: no pin, no request, no transfer."""
+        """Check that nothing is left: no pin, no request, no transfer."""
         with anyio.fail_after(PATIENCE_S):
             await self.manager.drain()
         self.check()
@@ -215,7 +215,7 @@ class Gate:
         assert await anyio.to_thread.run_sync(self.entered.wait, PATIENCE_S)
 
 
-# --- what it is for ------------------------------------------------------------------------------
+# --- the main job ----------------------------------------------------------------------------------
 
 
 async def test_groups_of_several_blocks() -> None:
@@ -322,7 +322,7 @@ async def test_impossible_report_is_refused(report: tuple[int, float, int]) -> N
 
 
 class Silent(DummyTier):
-    """Keeps what it is given, and answers no get."""
+    """Keeps put chunks, and answers no get."""
 
     async def get(self, batch: Batch) -> Outcome:
         await anyio.sleep_forever()
@@ -330,7 +330,7 @@ class Silent(DummyTier):
 
 
 class Deaf(DummyTier):
-    """Does not end a put, and can not be stopped either, until it is let go."""
+    """Its puts neither end nor stop until the test releases them."""
 
     def __init__(self, config: DummyConfig) -> None:
         super().__init__(config)
@@ -343,7 +343,7 @@ class Deaf(DummyTier):
         return await super().put(batch)
 
 
-# --- one waits for the other ---------------------------------------------------------------------
+# --- back-pressure -------------------------------------------------------------------------------
 
 
 async def test_endless_slots_stay_unused() -> None:
@@ -352,7 +352,7 @@ async def test_endless_slots_stay_unused() -> None:
         free = it.manager.statistics().free_slots
         with pytest.raises(DeviceStuckError, match=r"3 chunks failed: a copy of .* has not ended"):
             await it.store(prompt(1, 3))
-        with pytest.raises(TransferError) as lost:  # nothing of this one moves
+        with pytest.raises(TransferError) as lost:  # nothing moves for this one
             await it.store(prompt(2, 2))
         assert not isinstance(lost.value, DeviceStuckError)
         assert it.manager.statistics().free_slots == free - 3
@@ -363,7 +363,7 @@ async def test_endless_slots_stay_unused() -> None:
 
 async def test_cancelled_slots_stay_unused() -> None:
     gate, keys = Gate(), prompt(1, 2)
-    # Before its time is over it has to be cancelled, on a busy machine too.
+    # It must be cancelled before its time is up, even on a busy machine.
     async with opened(copy=gate, copy_deadline_s=2.0, limits=Limits(request_deadline_s=0.2)) as it:
         free = it.manager.statistics().free_slots
         with anyio.CancelScope() as scope:
@@ -477,7 +477,7 @@ async def test_namespaces_share_no_chunks(tmp_path: Path) -> None:
 
 @pytest.mark.blocking(reason="plug-ins are looked up where the manager is made")
 async def test_other_layouts_share_no_chunks(tmp_path: Path) -> None:
-    """Blocks of half as many tokens, twice as many in a chunk: keys and lengths of chunks are the same."""
+    """Blocks with half the tokens, twice as many per chunk: keys and lengths of chunks are equal."""
     root = {"type": "fs", "root_dir": str(tmp_path), "min_free_bytes": 0, "max_bytes": 2**50}
     found = []
     for blocks_per_chunk in (1, 2, 1):
@@ -558,7 +558,7 @@ async def test_unstoppable_tier_is_abandoned(
         while asyncio.all_tasks() - tasks:  # noqa: ASYNC110 - leftover tasks send no event
             await anyio.sleep(0.005)
     assert [bytes(it.region.view(slot)) for slot in slots] == before
-    await anyio.to_thread.run_sync(it.region.close)  # waits for the thread that has got the memory
+    await anyio.to_thread.run_sync(it.region.close)  # waits for the thread that has acquired the memory
 
 
 async def test_shutdown_counts_dropped_puts(caplog: pytest.LogCaptureFixture) -> None:
@@ -653,7 +653,7 @@ async def test_open_is_cancellable(kind: str, tmp_path: Path) -> None:
 def _stepped(
     work: Coroutine[Any, Any, object], number: int, cancel: Callable[[], object]
 ) -> Generator[Any, Any, None]:
-    """Run ``work``; when it waits for the ``number``-th time, call ``cancel``."""
+    """Run ``work``; call ``cancel`` when it waits for the ``number``-th time."""
     step: Callable[[], Any] = lambda: work.send(None)  # noqa: E731
     for count in itertools.count():
         try:
@@ -670,7 +670,7 @@ def _stepped(
 
 
 async def cancelled_at(work: Coroutine[Any, Any, object], number: int, kind: str) -> bool:
-    """Cancel ``work`` when it waits for the ``number``-th time; say whether it came to that."""
+    """Cancel ``work`` when it waits for the ``number``-th time; return whether that happened."""
     reached = False
 
     async def run() -> None:
@@ -734,7 +734,7 @@ async def test_cancelled_call_leaves_nothing(
             # Every slot is reused at once: the cancelled call must not write to it any more.
             await it.store(prompt(6, 6), 40)
             stored = await it.store(prompt(7, 6), 50)
-            assert stored >= 3  # the others are pinned by the put before it and by a fetch
+            assert stored >= 3  # a put and a get pin the others
             assert await it.load(prompt(7, 6), 60) >= stored
             await it.load(prompt(6, 6), 70)
             await it.load(prompt(5, 6), 70)
@@ -771,7 +771,7 @@ async def test_moving_bytes_hold_slots(verb: str, kind: str) -> None:
 
 
 async def test_load_keeps_chunks_after_block() -> None:
-    """As with ``gather``, which leaves the block when another task fails, and the load in flight."""
+    """``gather`` does this: when another task fails, the block ends while the load is in flight."""
     gate = Gate()
     gate.opened.set()
     async with opened(copy=gate, slots=4) as it:

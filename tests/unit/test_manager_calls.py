@@ -1,4 +1,4 @@
-"""Calls of a manager from where they may not come, with arguments that cannot be, and without a close."""
+"""Calls of a manager from invalid places, with invalid arguments, and without a close."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ CALLS: dict[str, Call] = {
     "report_computed": _report,
     "statistics": _statistics,
 }
-"""Every public call; each is right on the manager's own loop."""
+"""Every public call; each is valid on the manager's own loop."""
 
 
 def elsewhere(work: Callable[[], object]) -> BaseException | None:
@@ -182,7 +182,7 @@ async def test_wrong_keys_are_refused(keys: Any, error: type[Exception], words: 
 @pytest.mark.parametrize("call", ["load", "store"])
 async def test_wrong_blocks_are_refused(call: str, blocks: Any, error: type[Exception]) -> None:
     async with opened(dummy()) as it:
-        with pytest.raises(error, match=r"block|integer"):  # though nothing is found that would be loaded
+        with pytest.raises(error, match=r"block|integer"):  # although there is no hit to load
             await getattr(it.manager, call)(KEYS, blocks)
         await it.check_idle()
 

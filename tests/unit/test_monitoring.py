@@ -1,4 +1,5 @@
-"""Alert rules, dashboard, deployment: they name metrics that exist, fire when they should, and are read."""
+"""Alert rules, dashboard, deployment: they name existing metrics, alerts fire in time, and tools read
+them."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from kvtier._telemetry.catalogue import BYTES, COUNTERS, GAUGES
 ROOT = Path(__file__).parents[2]
 FILES = ROOT / "docs" / "assets" / "monitoring"
 DEPLOY = ROOT / "docs" / "assets" / "deploy"
-ADDED = {"instance", "job", "engine", "model_name"}  # by Prometheus and vLLM
+ADDED = {"instance", "job", "engine", "model_name"}  # of Prometheus and vLLM
 LABELS = {
     **{f"{metric.name}_total": metric.labels for metric in (*COUNTERS.values(), *BYTES.values())},
     **{metric.name: metric.labels for metric in GAUGES.values()},
@@ -82,7 +83,7 @@ def test_systemd_accepts_unit(tmp_path: Path) -> None:
         unit.write_text(text)
         command = ["systemd-analyze", "verify", str(unit)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        # It checks others of the machine, too. It ignores an unknown key and ends well.
+        # It also checks the machine's other units. For an unknown key its exit status is 0.
         return [line for line in done.stderr.splitlines() if unit.name in line]
 
     assert complaints(text) == []

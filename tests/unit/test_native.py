@@ -17,7 +17,7 @@ from kvtier import _native as native
 from kvtier._native import build
 from tests.common import load_file
 
-pytestmark = pytest.mark.timeout(300)  # a busy machine compiles for minutes
+pytestmark = pytest.mark.timeout(300)  # a busy machine needs minutes to compile
 needs_library = pytest.mark.skipif(native.library is None, reason="the native library is not built")
 
 
@@ -104,7 +104,7 @@ def test_unloadable_library_is_unused(tmp_path, caplog, monkeypatch):
 
 @pytest.fixture
 def source_folder(tmp_path):
-    """A folder laid out as the project's, with the source and no library."""
+    """A folder with the project's layout, with the source and no library."""
     folder = tmp_path / "kvtier" / "_native"
     folder.mkdir(parents=True)
     for name in ("__init__.py", *build.SOURCES, *build.HEADERS):
@@ -182,7 +182,7 @@ def test_missing_compiler_is_named(source_folder, monkeypatch):
 
 
 class Application:
-    """The application object that hatchling gives a hook for its output."""
+    """The application object that hatchling passes to a hook for its output."""
 
     def __init__(self):
         self.warnings = []
@@ -192,10 +192,10 @@ class Application:
 
 
 def run_hook(root):
-    """Run the build hook. Returns what it changed of the build, and its warnings."""
+    """Run the build hook. Return its changes to the build, and its warnings."""
     pytest.importorskip("hatchling")
     application = Application()
-    make_hook: Any = build.CustomBuildHook  # hatchling's own objects are not needed to try it
+    make_hook: Any = build.CustomBuildHook  # the test does not need hatchling's own objects
     hook = make_hook(str(root), {}, None, None, "", "wheel", application)
     data = {"artifacts": [], "pure_python": True, "infer_tag": False, "tag": ""}
     hook.initialize("standard", data)

@@ -1,4 +1,4 @@
-"""The example of a proxy for prefill and decode engines, before engines of the test's own."""
+"""The example proxy for prefill and decode engines, in front of the test's own engines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BODY = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 5, "stream": True}
 
 
 proxy = load_file("pd_proxy_example", Path(__file__).parents[2] / "examples" / "pd_proxy" / "proxy.py")
-proxy.CONNECT_S = proxy.HEALTH_S = PATIENCE_S  # an engine that is slow on a busy machine is up
+proxy.CONNECT_S = proxy.HEALTH_S = PATIENCE_S  # an engine that is slow on a busy machine counts as up
 
 
 class Engine:
@@ -31,7 +31,7 @@ class Engine:
         asked: bodies of the received requests.
         arrived: set when a request arrives.
         aborted: set when a client leaves early.
-        goes_on: while clear, the next piece of every answer is held back, and so is an error.
+        goes_on: while clear, the next piece of every answer is held back; so is an error.
         breaks_off: when set, an answer and its connection end after the first piece; None for never.
         crashes: whether connections end without an answer.
     """
@@ -109,7 +109,7 @@ async def served(app: web.Application) -> AsyncIterator[str]:
 
 
 class World:
-    """A proxy before two prefill and two decode engines, and a client."""
+    """A proxy in front of two prefill and two decode engines, and a client."""
 
     def __init__(self, url: str, session: Any, prefill: list[Engine], decode: list[Engine]) -> None:
         self.url = url
@@ -125,7 +125,7 @@ class World:
             return answer.status, await answer.text()
 
     async def until_down(self, role: str) -> tuple[int, dict[str, list[bool]]]:
-        """Wait until an engine of a role is known to be down; return the health of all."""
+        """Wait until the proxy knows that an engine of a role is down; return the health of all."""
         while True:
             async with self.session.get(self.url + "/health") as answer:
                 up = {pool: list(engines.values()) for pool, engines in (await answer.json()).items()}
@@ -201,7 +201,7 @@ async def test_engines_take_turns() -> None:
 async def test_other_prefill_engine_is_asked(how: str) -> None:
     prefill = [Engine()] if how == "dead" else [*ready(status=500), Engine()]
     async with world(prefill, [Engine()], dead_prefill=how == "dead") as it:
-        for _ in range(2):  # whichever is the first
+        for _ in range(2):  # either may be first
             async with asyncio.TaskGroup() as tasks:
                 answering = tasks.create_task(it.text())
                 await prefill[-1].arrived.wait()
@@ -215,7 +215,7 @@ async def test_other_prefill_engine_is_asked(how: str) -> None:
 @pytest.mark.anyio
 @pytest.mark.parametrize("status", [400, 401, 404, 429, 500])
 async def test_decode_computes_failed_prefill(status: int) -> None:
-    """A request that waits for a prefill that fails does not wait on."""
+    """A request whose prefill fails stops waiting."""
     prefill, decode = Engine(status), Engine()
     async with world([prefill], [decode]) as it, asyncio.TaskGroup() as tasks:
         answering = tasks.create_task(it.text())
@@ -262,7 +262,7 @@ async def test_broken_stream_ends_with_error() -> None:
 
 @pytest.mark.anyio
 async def test_broken_answer_breaks_off() -> None:
-    """A client does not take it for complete, nor an error for a part of it."""
+    """A client does not mistake it for a complete answer, or an error for part of one."""
     (decode,) = ready(content_type="application/json")
     decode.breaks_off = asyncio.Event()
     async with world(ready(), [decode]) as it, it.post() as answer:
@@ -350,7 +350,7 @@ async def test_hung_engine_hides_no_models() -> None:
         url = await stack.enter_async_context(served(proxy.Proxy([], urls, health_s=2.0).app()))
         session = await stack.enter_async_context(aiohttp.ClientSession())
         async with asyncio.timeout(PATIENCE_S):
-            for _ in urls:  # each is asked first once
+            for _ in urls:  # each one is tried first once
                 async with session.get(url + "/v1/models") as answer:
                     assert await answer.json() == {"data": ["m"]}
 

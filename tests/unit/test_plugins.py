@@ -1,4 +1,4 @@
-"""Eviction policies of other distributions, and their errors, which read like those of tiers."""
+"""Eviction policies of other distributions, and their errors, whose wording matches that of tiers."""
 
 from __future__ import annotations
 

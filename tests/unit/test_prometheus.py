@@ -1,4 +1,4 @@
-"""A manager's metrics in prometheus_client's registry: the names of the catalogue, from any thread."""
+"""A manager's metrics in prometheus_client's registry: the catalogue's names, from any thread."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONFIG = TieringConfig.from_mapping({"cpu_bytes_to_use": "1MiB", "secondary_tier
 
 @pytest.fixture
 def manager() -> TieringManager:
-    """A manager that is not entered yet: to make it looks for installed tiers."""
+    """A manager that is not open yet: its constructor looks for installed tiers."""
     pages = torch.zeros((32, 4096), dtype=torch.int8)
     return open_manager(CONFIG, Identity.make("model", {}), KVCaches((pages,), ((PageRef(0, 4096),),)))
 
@@ -67,4 +67,4 @@ async def test_a_blocked_loop_leaves_the_last_values(manager: TieringManager) ->
         assert registry.get_sample_value("kvtier_stored_chunks_total") == 8
         with ThreadPoolExecutor() as pool:
             reading = pool.submit(registry.get_sample_value, "kvtier_stored_chunks_total")
-            assert reading.result(PATIENCE_S) == 8  # this blocks the loop, and so it cannot answer
+            assert reading.result(PATIENCE_S) == 8  # this blocks the loop, so the loop cannot answer

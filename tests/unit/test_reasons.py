@@ -1,4 +1,4 @@
-"""Reasons become labels of metrics: few words, known before, that add up."""
+"""Reasons become metric labels: few words, known in advance, that add up."""
 
 from __future__ import annotations
 

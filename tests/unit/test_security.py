@@ -32,7 +32,7 @@ SECRET = "correct-horse-battery"
 
 @pytest.fixture
 def no_umask() -> Iterator[None]:
-    """Nothing but the modes that kvtier asks for protects a file."""
+    """Only the modes that kvtier sets protect a file."""
     old = os.umask(0)
     yield
     os.umask(old)
@@ -90,7 +90,7 @@ class SecretTier(Scripted):
 
     async def get(self, batch: Batch) -> Outcome:
         await self._scripted("get", batch)
-        return Outcome.all(Status.OK, len(batch))  # not what was put: it is discarded
+        return Outcome.all(Status.OK, len(batch))  # not the bytes that were put: discarded
 
 
 @pytest.fixture
@@ -120,8 +120,8 @@ def test_configuration_text_is_clean(secret_tier: None) -> None:
         {"type": "secret", "password": "x", "url": f"redis://me:a/b?{SECRET}@host/1"},
         {"type": "secret", "password": "x", "url": f"https://host/a?sig={SECRET}"},
         {"type": "secret", "password": "x", "more": {"a": [SECRET], "b": SECRET}},
-        {"type": "acme", "root_dir": "/x", "password": 2 * SECRET},  # the field's validator shows it
-        {"type": "acme", "root_dir": "nowhere", "password": SECRET},  # the model's validator shows it
+        {"type": "acme", "root_dir": "/x", "password": 2 * SECRET},  # the field's validator quotes it
+        {"type": "acme", "root_dir": "nowhere", "password": SECRET},  # the model's validator quotes it
         {"type": "acme", "root_dir": "/x", "logins": [{"token": {SECRET: SECRET}}]},
         {"type": "acme", "root_dir": "/x", "logins": [{"tokken": SECRET}]},
         {"type": "acme", "root_dir": "/x", "logins": {"token": SECRET}},
@@ -151,13 +151,13 @@ def test_client_secret_stays_out_of_log(
 
 
 async def use(config: TieringConfig) -> None:
-    """Have each verb of a tier called."""
+    """Call each verb of a tier."""
     caches = KVCaches((torch.ones((8, 16384), dtype=torch.int8),), ((PageRef(0, 16384),),))
     keys = [pack_key(bytes([index]) * 32) for index in range(4)]
     async with open_manager(config, Identity.make("model", {}), caches) as manager:
         await manager.store(keys[:2], blocks=range(2))
         await manager.drain()
-        await manager.lookup(keys)  # the last two from the tier
+        await manager.lookup(keys)  # the tier is asked for the last two
         async with manager.acquire(keys[:2]):
             pass
         await manager.lookup(keys)

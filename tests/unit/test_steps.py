@@ -1,4 +1,4 @@
-"""How fast the engine computes, from the calls that vLLM makes in each step. Needs no vLLM."""
+"""The engine's computing speed, measured from vLLM's calls in each step. Needs no vLLM."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Engine:
         self.meter = StepMeter(
             self.core, lambda: self.now_s, 16, group=0, stores_decodes=stores_decodes, ends_last=ends_last
         )
-        self.first: dict[str, int] = {}  # the place of the first chunk that was looked up for each request
+        self.first: dict[str, int] = {}  # the place of the first lookup of each request
         self._ends_last = ends_last
 
     def schedule(self, *offers: tuple[str, int, int]) -> None:
@@ -104,7 +104,8 @@ def test_repeated_offer_counts_once() -> None:
 
 
 def test_engine_hits_do_not_count() -> None:
-    """vLLM offers those chunks, too: of a prompt of 100 that was looked up from 90 on ten are computed."""
+    """vLLM offers those chunks, too: of a prompt of 100 chunks with its first lookup at 90, ten are
+    computed."""
     it = Engine()
     for req_id in "abcdef":
         it.first[req_id] = 90
@@ -114,7 +115,7 @@ def test_engine_hits_do_not_count() -> None:
 
 
 def test_chunk_after_hit_does_not_count() -> None:
-    """vLLM recomputes a prompt's last chunk for sliding-window models: a step's overhead."""
+    """vLLM recomputes a prompt's last chunk for sliding-window models: that time is a step's overhead."""
     it = Engine()
     it.step(20.5 * CHUNK_S, ("a", 0, 20))
     for req_id in "bcdef":

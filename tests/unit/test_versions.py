@@ -21,7 +21,7 @@ import kvtier.adapters.vllm.MODULE
 
 
 def constant(file: str, name: str) -> ast.expr:
-    """Return what a module assigns to a name."""
+    """Return the value that a module assigns to a name."""
     for node in ast.parse((PROJECT / file).read_text(encoding="utf-8")).body:
         match node:
             case ast.Assign([ast.Name(found)], value) if found == name:

@@ -1,4 +1,4 @@
-"""Chunks that the caller itself writes into slots, and where chunks are found without bringing them."""
+"""Chunks that the caller writes into slots itself, and the places of chunks without a load."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.unit.test_manager import Deaf, World, dummy, files, opened, prompt
 
 
 class Waiting(DummyTier):
-    """Answers no lookup until it is let go."""
+    """Answers no lookup until the test releases it."""
 
     def __init__(self) -> None:
         super().__init__(DummyConfig(complete_index=False, deadline_s=60.0))
@@ -34,7 +34,7 @@ class Waiting(DummyTier):
 
 
 async def write(it: World, keys: list[OffloadKey]) -> int:
-    """Write chunks whose bytes follow from their keys; return how many were given a slot."""
+    """Write chunks whose bytes follow from their keys; return how many got a slot."""
     async with it.manager.write(keys) as written:
         for key, view in zip(written.keys, written.views, strict=True):
             view[:] = (key * len(view))[: len(view)]
@@ -190,7 +190,7 @@ async def test_timely_puts_are_drained() -> None:
 
 
 async def test_overdue_puts_are_not_drained() -> None:
-    tier = Deaf(DummyConfig(deadline_s=1.0))  # until which its put has to have begun
+    tier = Deaf(DummyConfig(deadline_s=1.0))  # deadline for the start of its put
     async with opened(tier, drain_s=0.0) as it:
         await write(it, prompt(1, 1))
         with anyio.fail_after(30):

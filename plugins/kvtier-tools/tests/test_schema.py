@@ -1,4 +1,4 @@
-"""The printed schema accepts what the configuration accepts, and refuses what it refuses."""
+"""The printed schema accepts exactly what the configuration accepts."""
 
 from __future__ import annotations
 

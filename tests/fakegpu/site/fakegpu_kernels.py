@@ -1,7 +1,7 @@
 """The kernels of torch, Triton and vLLM, computed on the CPU over the fake GPU's memory.
 
 A kernel computes when it is launched, after all earlier work of its stream. The runtime library
-(``streams.h``) hides the results of late kernels from other streams until the order allows to see them.
+(``streams.h``) hides the results of late kernels from other streams until the order permits access.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ _NATIVE = (
     ),
     "_chunk_cat",
 )
-"""Operations, by how their names begin, that launch no kernel, or that inference does not use."""
+"""Operations, by prefix, that launch no kernel, or that inference does not use."""
 
 _LATE = ("fill_", "zero_")
-"""Operations whose results other streams see late. So are copies on the device and writes of the KV cache."""
+"""Operations whose results other streams see late. Copies on the device and KV cache writes are late, too."""
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -79,7 +79,7 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_gpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a new tensor of the fake GPU with the content of one of the CPU."""
+    """Return a new tensor of the fake GPU with the content of a CPU tensor."""
     found = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cuda")
     if tensor.numel():
         alias(found).copy_(tensor)
@@ -104,7 +104,7 @@ def current_stream() -> int:
 
 
 def launch(late: Iterable[tuple[int, int]] = ()) -> None:
-    """Run all earlier work of the current stream; these pieces of memory are then written late."""
+    """Run all earlier work of the current stream; writes to the pieces of memory in ``late`` show up late."""
     if _graphs.captured is not None:
         return
     ranges = [number for piece in late if piece[1] for number in piece]
@@ -118,23 +118,23 @@ Kernel = Callable[..., Any]
 
 
 class Graphs:
-    """Records the kernels that a thread launches while it captures a graph, and launches them again.
+    """Records the kernels that a thread launches while it captures a graph, and replays them.
 
-    The graph keeps their tensors. A kernel computes while it is captured, because the next one may look at
-    its results; the end of the capture undoes that. ``runtime.c`` has the rules of capturing.
+    The graph keeps their tensors. A kernel computes during its capture, because the next one may read its
+    results; the end of the capture undoes that. ``runtime.c`` has the rules of capturing.
     """
 
     def __init__(self) -> None:
-        self._thread = threading.local()  # ``captured`` and ``undo``: of the graph that it captures
+        self._thread = threading.local()  # ``captured`` and ``undo`` of the graph under capture
         self._kernels = weakref.WeakKeyDictionary[Any, list[Callable[[], None]]]()
 
     @property
     def captured(self) -> list[Callable[[], None]] | None:
-        """The kernels of the graph that this thread captures; None if it captures none."""
+        """The kernels of the graph that this thread captures; None outside a capture."""
         return getattr(self._thread, "captured", None)
 
     def recorded(self, kernel: Kernel) -> Kernel:
-        """Return the kernel, recorded when it is launched."""
+        """Return the kernel in a wrapper that records its launches."""
 
         def launched(*args: Any, **kwargs: Any) -> Any:
             if self.captured is None:
@@ -150,7 +150,7 @@ class Graphs:
         return launched
 
     def _rewrite(self, result: Any, again: Any) -> None:
-        """Write the result of a later launch to where the first one was."""
+        """Write a later launch's result to the memory of the first one's."""
         if isinstance(result, (list, tuple)):
             for pair in zip(result, again, strict=True):
                 self._rewrite(*pair)
@@ -158,7 +158,7 @@ class Graphs:
             alias(result).copy_(alias(again))
 
     def use(self, of: Any) -> None:
-        """Have torch's class of graphs launch what was recorded."""
+        """Make torch's graph class replay the recorded kernels."""
         begin, end, replay = of.capture_begin, of.capture_end, of.replay
 
         def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> None:
@@ -187,7 +187,7 @@ _graphs = Graphs()
 
 
 class Copies:
-    """Copies between host and device, enqueued on streams. Pinned memory stays until its copies are made."""
+    """Copies between host and device, enqueued on streams. Pinned memory lives until its copies are done."""
 
     def __init__(self) -> None:
         self._pending: deque[tuple[ctypes.c_void_p, int, torch.Tensor]] = deque()
@@ -200,7 +200,7 @@ class Copies:
             alias(dst).copy_(alias(source))
         elif self._is_plain(dst, source):
             self._enqueue(dst, source, non_blocking)
-        else:  # it has to be converted; torch waits here, too, but for copies to the device
+        else:  # it needs a conversion; torch also waits here, unless the copy is to the device
             launch()
             if not (non_blocking and dst.is_cuda):
                 torch.cuda.current_stream().synchronize()
@@ -227,7 +227,7 @@ class Copies:
 
 
 class OnCpu:
-    """An operation of the GPU, computed by the one of the CPU."""
+    """An operation of the GPU, computed by its CPU counterpart."""
 
     def __init__(self, operation: Any, name: str) -> None:
         self._operation = operation
@@ -258,13 +258,13 @@ class OnCpu:
         return it
 
     def _back(self, it: Any, seen: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-        """Return results as tensors of the GPU: those given, views of them, or new ones."""
+        """Return results as tensors of the GPU: the arguments, views of them, or new ones."""
         if isinstance(it, (list, tuple)):
             return type(it)(self._back(one, seen) for one in it)
         if not isinstance(it, torch.Tensor):
             return it
         for on_cpu, given in seen:
-            if it is on_cpu and it.size() != given.size():  # an output that was resized
+            if it is on_cpu and it.size() != given.size():  # a resized output
                 given.resize_(it.size())
                 alias(given).copy_(it)
                 return given
@@ -277,9 +277,9 @@ class OnCpu:
 
 
 def replace(library: torch.library.Library, name: str, kernel: Callable[..., Any]) -> None:
-    """Have an operation of CUDA computed by a function."""
+    """Replace a CUDA operation by a function."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch names what is replaced
+        warnings.simplefilter("ignore")  # torch warns about the replacement
         library.impl(name, _graphs.recorded(kernel), "CUDA", allow_override=True)
 
 
@@ -292,7 +292,7 @@ def use_torch(module: ModuleType) -> None:
         base, _, overload = name.partition(".")
         if namespace != "aten" or base.startswith(_NATIVE) or base == "copy_":
             continue
-        with suppress(AttributeError, RuntimeError):  # what Python cannot reach is not used either
+        with suppress(AttributeError, RuntimeError):  # nothing uses an operation that Python cannot reach
             operation = getattr(getattr(torch.ops.aten, base), overload or "default")
             replace(library, name, OnCpu(operation, name))
     replace(library, "copy_", Copies().copy)
@@ -303,7 +303,8 @@ def use_torch(module: ModuleType) -> None:
 
 
 def use_interpreter(module: Any) -> None:
-    """Let Triton's interpreter work in the GPU's memory. One kernel at a time: it patches its language."""
+    """Let Triton's interpreter work in the GPU's memory. One kernel at a time, because it patches its
+    language."""
     executor = module.GridExecutor
     call, lock = executor.__call__, threading.RLock()
 
@@ -326,7 +327,7 @@ def use_interpreter(module: Any) -> None:
         return [argument(it) for it in args], {name: argument(it) for name, it in kwargs.items()}
 
     def set_attribute(self: Any, target: Any, name: str, value: Any) -> None:
-        if name == "__index__":  # Triton 3.6's own needs numpy before 2.5
+        if name == "__index__":  # Triton 3.6's own version needs numpy before 2.5
             value = lambda tensor: int(tensor.handle.data.item())  # noqa: E731
         set_as_before(self, target, name, value)
 
@@ -421,7 +422,7 @@ def reshape_and_cache_flash(
 
 
 def flash_attention(q: Any, k: Any, v: Any, *rest: Any) -> list[torch.Tensor]:
-    """Compute FlashAttention 3's ``fwd`` over a paged cache; its other arguments by their places there."""
+    """Compute FlashAttention 3's ``fwd`` over a paged cache; the other arguments are known by position."""
     out, first_tokens, lengths, table = rest[3], rest[4], rest[8], rest[11]
     scale, causal, window = rest[20:23]
     launch()
@@ -455,7 +456,7 @@ def use_vllm(module: ModuleType) -> None:
 
 
 def use_loaded_libraries(module: Any) -> None:
-    """Have vLLM's sleep call the fake GPU's runtime: torchvision brings another one."""
+    """Make vLLM's sleep call the fake GPU's runtime: torchvision loads another one."""
     find = module.find_loaded_library
     module.find_loaded_library = lambda name: "libcudart.so.13" if name == "libcudart" else find(name)
 
@@ -468,5 +469,5 @@ def use_flash_attention(module: ModuleType) -> None:
 
 
 def use_sampler(module: Any) -> None:
-    """Leave the logits as they are: the tests decode greedily."""
+    """Leave the logits unchanged: the tests decode greedily."""
     module.apply_top_k_top_p_triton = lambda logits, k, p, **_: logits

@@ -1,4 +1,4 @@
-"""Have the fake GPU's kernels in each Python process that finds this folder, as modules are imported."""
+"""Install the fake GPU's kernels in each Python process that finds this folder, as modules are imported."""
 
 import importlib.abc
 import importlib.util
@@ -19,7 +19,7 @@ PATCHED = {
 
 
 class Loader(importlib.abc.Loader):
-    """Another loader, and a function of ``fakegpu_kernels`` behind it."""
+    """Another loader, followed by a function of ``fakegpu_kernels``."""
 
     def __init__(self, loader: importlib.abc.Loader, patch: str) -> None:
         self._loader = loader

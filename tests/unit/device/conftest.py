@@ -1,7 +1,6 @@
 """A device's runtime library compiled for the tests, with torch's streams and events simulated over it.
 
-The library is plain C over host memory, so what is checked is how the calls are made and not what a device
-does with them.
+The library is plain C over host memory, so the tests check the calls and not a device's work.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def _compiled(folder: Path, prefix: str) -> Path:
         compiler = build.compiler()
     except build.BuildError as error:
         pytest.skip(str(error))
-    source, library = folder / "stub.c", folder / "stub.so"  # by no name that find_library would find
+    source, library = folder / "stub.c", folder / "stub.so"  # no name that find_library would find
     source.write_text(STUB.read_text().replace("cuda", prefix))
     subprocess.run([*compiler, "-std=c11", "-shared", "-fPIC", "-o", library, source], check=True, timeout=60)
     return library
@@ -75,7 +74,7 @@ def stub(prefix: str, stub_paths: dict[str, Path]) -> Iterator[Stub]:
 
 
 class PlayedEvent:
-    """An event of a device that is through with everything at once."""
+    """An event of a device that finishes everything at once."""
 
     cuda_event = 2**46 - 4096
 
@@ -122,7 +121,7 @@ class PlayedTorch:
         self.streams: list[PlayedStream] = []  # that were current
 
     def is_available(self) -> bool:
-        return False  # host memory is not pinned then
+        return False  # host memory is not pinned in this case
 
     def set_device(self, device: torch.device) -> None:
         pass
@@ -155,7 +154,7 @@ def as_torch_cuda(played_torch: PlayedTorch, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def gate_copies(kind: Any, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the copies of all streams of a kind go through a gate."""
+    """Send the copies of all streams of a kind through a gate."""
 
     def gated(copy: Callable[..., Any]) -> Callable[..., Any]:
         def after_gate(stream: Any, *arguments: Any) -> Any:
@@ -175,7 +174,7 @@ def engine_on(
     pinned: bool = False,
     deadline_s: float = 60,
 ) -> EngineFactory:
-    """Make engines that pin ``most`` slots at once; ``pinned``: and have pinned all of them."""
+    """Make engines that pin at most ``most`` slots at once; with ``pinned``, all of them are pinned."""
 
     def factory(caches, layout, region):
         piece_bytes = piece_slots * layout.chunk_bytes

@@ -1,4 +1,4 @@
-"""Audits of real copies: they hold where the copies are right, change nothing, and find what is not."""
+"""Audits of real copies: they accept correct copies, change nothing, and detect wrong copies."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def evidence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class LoadsAlike(CpuRuntime):
-    """Makes every load attempt by the one function, which audits do not use."""
+    """Makes every load attempt with the one function that audits do not use."""
 
     def __init__(self, copy: Callable[[CopyPlan], None]) -> None:
         self._copy = copy
@@ -86,7 +86,7 @@ def flip(it: Rig, slot: int, byte: int) -> None:
 
 
 class Crooked:
-    """Copies that exchange the places of two pages, now and then."""
+    """Sometimes exchanges the places of two pages."""
 
     def __init__(self, *at: int) -> None:
         self.count = 0
@@ -107,7 +107,7 @@ def test_partial_loads_are_audited() -> None:
         it.load(2, SLOTS[1:3], Blocks.make([40, 41, 42], (3,), (5,)))
         it.check()
         assert it.engine.audits == Audits(len(SLOTS) + 2, 0)
-        flip(it, SLOTS[1], 0)  # the bytes of a block that is not loaded: the slot has changed nevertheless
+        flip(it, SLOTS[1], 0)  # the bytes of a block that the load skips: the slot has changed nevertheless
         it.engine.submit_load(3, SLOTS[1:3], Blocks.make([40, 41, 42], (3,), (5,)))
         it.engine.drain()
         assert isinstance(it.engine.finished()[-1].error, DamagedSlotError)
@@ -182,7 +182,7 @@ def test_changed_slot_is_not_retried(evidence: Path) -> None:
         (kept,) = evidence.glob("*.slot")
         held = kept.read_bytes()
         assert held == it.region.view(SLOTS[2])[: len(held)]
-        assert kept.with_suffix(".device").read_bytes() == held  # the device has been given just that
+        assert kept.with_suffix(".device").read_bytes() == held  # the device has just received it
         assert slot_checksums.take_fault(SLOTS[2]) is Fault.SLOT
         assert not slot_checksums.take_fault(SLOTS[1])
 
@@ -221,7 +221,7 @@ def test_reused_slot_is_forgotten() -> None:
 
 
 def test_promoted_bytes_are_expected() -> None:
-    with audited(SHARED) as (it, slot_checksums):  # its workers can not say what all of a slot must be
+    with audited(SHARED) as (it, slot_checksums):  # its workers cannot describe every byte of a slot
         store(it)
         assert slot_checksums.audited(SLOTS) == []
         slot_checksums.record_checksums(SLOTS)
@@ -239,7 +239,7 @@ def test_frequent_loads_are_audited_less() -> None:
             assert load(it).error is None
             counts.append(it.engine.audits.chunks // len(SLOTS) - 1)
         assert counts == [1, 2, 2, 3, 3, 3, 3, 4, 4]
-        it.region.view(SLOTS[0])[:] = it.region.view(SLOTS[1])  # another chunk, as if promoted
+        it.region.view(SLOTS[0])[:] = it.region.view(SLOTS[1])  # another chunk, as after a promotion
         slot_checksums.record_checksums(SLOTS[:1])
         load(it)
         assert it.engine.audits.chunks == 5 * len(SLOTS) + 1

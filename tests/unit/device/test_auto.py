@@ -34,7 +34,7 @@ def test_impossible_is_refused(devices: tuple[str, ...], message: str) -> None:
 
 
 class OnDevice:
-    """Stands for tensors on a device that this machine has not got."""
+    """Stands for tensors on a device that this machine lacks."""
 
     def __init__(self, kind: str) -> None:
         self.device = torch.device(kind, 0)

@@ -98,7 +98,7 @@ def test_repeated_failures_lose_device(
     with rig(with_copy(faulty)) as it:
         for number in range(LOST_AFTER - 1):
             it.engine.submit_store(number, one(3), [2])
-        it.store(98, one(3), [2])  # one that works: they are not in a row
+        it.store(98, one(3), [2])  # a success in between: the failures are not consecutive
         it.engine.drain()
         it.engine.finished()
         faulty.failures = 1000
@@ -159,7 +159,7 @@ def test_failing_wakeup_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
         it.store(2, one(2), [2])
         it.check()
         woken = threading.Event()
-        it.engine.set_wakeup(woken.set)  # set late, it is called for transfers that ended before
+        it.engine.set_wakeup(woken.set)  # a late callback also gets transfers that ended before
         assert woken.is_set()
         assert [end.transfer_id for end in it.engine.finished()] == [1, 2]
     assert "Event loop is closed" in caplog.text

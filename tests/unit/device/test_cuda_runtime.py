@@ -1,4 +1,4 @@
-"""The runtime libraries as they are called, and the engine over them, with a library of our own."""
+"""The calls into the runtime libraries, and the engine over them, with a test library."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_capture_mode_is_per_thread(library: RuntimeLibrary, stub: Any) -> None:
 @pytest.mark.parametrize("prefix", ["cuda"], indirect=True)
 def test_torchs_runtime_is_used(stub: Any, tmp_path: Path) -> None:
     other = shutil.copy(stub.path, tmp_path / "other_runtime.so")
-    ctypes.CDLL(str(other), ctypes.RTLD_GLOBAL)  # loaded before, as by torchvision
+    ctypes.CDLL(str(other), ctypes.RTLD_GLOBAL)  # already loaded, for example by torchvision
     torchs = tmp_path / "libc10_cuda.so"
     link = (
         "-shared",
@@ -169,7 +169,7 @@ FLAVOURS = [("cuda", "each"), ("cuda", "batch"), ("hip", "each")]
 
 @pytest.fixture(params=FLAVOURS, ids="-".join)
 def runtime(request: pytest.FixtureRequest, stub_paths: dict[str, Path], as_torch_cuda: Any) -> TorchRuntime:
-    """A runtime that makes many copies in one call, or one in each."""
+    """A runtime that makes many copies in one call, or one copy per call."""
     prefix, chosen = request.param
     path = str(stub_paths[prefix])
     if chosen == "each":
@@ -201,7 +201,7 @@ def test_expedited_stream_has_priority(stub: Any, as_torch_cuda: Any) -> None:
 
 
 def test_transfer_is_one_call(runtime: TorchRuntime, stub_paths: Any) -> None:
-    """Its stream waits for earlier work, and its events are used again."""
+    """Its stream waits for earlier work, and it reuses its events."""
     prefix = runtime.library._prefix
     stub = Stub(stub_paths[prefix], prefix)
     src, dst = arrays()
@@ -234,11 +234,11 @@ def test_refused_transfer_waits_for_its_copies(
             stream.start_transfer(runtime.record_compute(), make_plan(src, dst))
     finally:
         variable.value = 0
-    assert len(synchronized) == (fails == 1)  # else nothing can be recorded
+    assert len(synchronized) == (fails == 1)  # otherwise events cannot be recorded
 
 
 class OverHostMemory:
-    """A method that does what its name says, with all but the last of its faults in the bytes."""
+    """A copy method over host memory; each fault but the last corrupts bytes."""
 
     def __init__(self, fault: str = "") -> None:
         self.fault = fault
@@ -266,7 +266,7 @@ def test_wrong_method_is_detected(fault: str, played_torch: Any) -> None:
 def test_methods_are_tried_in_a_thread(
     stub_paths: Any, as_torch_cuda: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stream that is set in vLLM's thread would become the one that it computes on."""
+    """A stream set in vLLM's thread would become vLLM's compute stream."""
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     threads: set[int] = set()
 
@@ -300,7 +300,7 @@ def test_only_pinned_slots_join(stub_paths: Any, as_torch_cuda: Any, pinned: int
 
 
 class KernelForMany:
-    """Notes what it is given, and suits where there are many copies."""
+    """Records its calls, and suits plans of many copies."""
 
     def __init__(self) -> None:
         self.copied: list[CopyPlan] = []

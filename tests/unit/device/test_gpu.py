@@ -1,4 +1,4 @@
-"""The backends for GPUs on a real one: NVIDIA's, AMD's or Intel's, whichever torch finds."""
+"""The backends for GPUs on a real one from NVIDIA, AMD or Intel, whichever torch finds."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ of_torch_xpu = pytest.mark.skipif(DEVICE != "xpu", reason="torch finds no Intel 
 
 
 class Watched(TorchRuntime):
-    """The real runtime, which tells when memory is pinned and can be made to wait or to fail.
+    """The real runtime, which reports pinned memory, and waits or fails on request.
 
     Attributes:
         before_pinning: called in the pinning thread before each piece, with the number of those before.
@@ -126,7 +126,7 @@ class TestPageable(OnGpu):
 
 @of_torch_cuda
 class TestByDeviceType(OnGpu):
-    """As an engine opens it: the slots are pinned while they are used."""
+    """A region as an engine opens it: its slots are pinned during use."""
 
     @pytest.fixture
     def engine_factory(self) -> EngineFactory:
@@ -201,7 +201,7 @@ def test_small_pages_use_kernel(page_bytes: int, monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def busy() -> Iterator[Callable[[], None]]:
-    """Give the current stream, which is not the default one, a tenth of a second and more to do."""
+    """Keep the current, non-default stream busy for at least a tenth of a second."""
     size = 64 if FAKE else 8192
     matrix = torch.rand((size, size), device="cuda")
     product = torch.empty_like(matrix)
@@ -257,7 +257,7 @@ def test_copies_and_pinning_spare_graph_capture(monkeypatch: pytest.MonkeyPatch)
     with gpu_rig(engine_on(runtime, 8)) as it:
         it.store(1, Blocks.make([5], (1,), (0,)), [3])
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):  # in the mode that forbids most to all other threads
+        with torch.cuda.graph(graph):  # in the mode that forbids other threads the most calls
             numbers += 1
             captures.set()
             it.engine.wait([1])

@@ -1,7 +1,7 @@
 """A transfer takes the interpreter lock a fixed number of times, however many pages it has.
 
-Beside a busy engine thread each time can cost a millisecond. The simulated device counts the calls that
-release the lock in torch. Operations on large arrays release it in NumPy.
+Beside a busy engine thread each acquisition can cost a millisecond. The simulated device counts the calls
+that release the lock in torch. Operations on large arrays release it in NumPy.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ TENSORS = 8
 SHAPE = Shape((64,) * TENSORS, num_blocks=1024, slots=512)
 QUEUES = frozenset(CopyQueue)
 OWN_CODE = str(Path(_device.__file__).parent)
-WAITS_FOR_WORK = ("_take", "<lambda>")  # one wake-up, if the thread has slept
+WAITS_FOR_WORK = ("_take", "<lambda>")  # one wake-up, if the thread slept
 
-ON_GPU = ["copy", "EventSynchronize"]  # freeing torch's event is another one, in the thread that frees it
+ON_GPU = ["copy", "EventSynchronize"]  # freeing torch's event releases it again, in the thread that frees it
 
 
 @dataclass
 class Cost:
-    """Of one transfer.
+    """The counts of one transfer.
 
     Attributes:
         calls: calls in the queue's thread that release the interpreter lock, from the last report to its own.
@@ -60,7 +60,7 @@ class Cost:
 
 
 class Handovers:
-    """Counts what threads do for transfers that follow each other."""
+    """Counts the work of threads for consecutive transfers."""
 
     def __init__(self) -> None:
         self._calls: list[str] = []
@@ -80,7 +80,7 @@ class Handovers:
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """Count the instructions of this thread and of those that start meanwhile."""
+        """Count the instructions of this thread and of threads that start meanwhile."""
         here, others = sys.gettrace(), threading.gettrace()
         threading.settrace(self.trace)
         sys.settrace(self.trace)
@@ -149,7 +149,7 @@ def noted_torch(handovers: Handovers, as_torch_cuda: Any, monkeypatch: pytest.Mo
 
 @pytest.fixture(params=["cpu", "cuda", "hip"])
 def opened(request: pytest.FixtureRequest, stub_paths: dict[str, Path]) -> tuple[EngineFactory, list[str]]:
-    """A backend's engine, and its calls for each transfer."""
+    """A backend's engine, and its calls per transfer."""
     if request.param == "cpu":
         return open_transfer_engine, ["copy"]
     request.getfixturevalue("noted_torch")
@@ -181,7 +181,7 @@ def test_pages_cost_no_handovers(
 
 
 class HeldEvent:
-    """An event that a test reaches; ``awaited`` once a thread waits for it."""
+    """An event that the test completes; ``awaited`` is set once a thread waits for it."""
 
     def __init__(self) -> None:
         self.awaited, self.reached = threading.Event(), threading.Event()
@@ -201,7 +201,7 @@ class HeldEvent:
 
 
 class HeldStream(HostStream):
-    """Notes the ends of its transfers, which a test reaches."""
+    """Records the end events of its transfers, which the test completes."""
 
     def __init__(self, ends: list[HeldEvent]) -> None:
         super().__init__(copy_each)
@@ -213,7 +213,7 @@ class HeldStream(HostStream):
 
 
 class HeldRuntime(CpuRuntime):
-    """Host memory, with such streams."""
+    """Host memory with such streams."""
 
     def __init__(self) -> None:
         self.ends: list[HeldEvent] = []
@@ -224,7 +224,7 @@ class HeldRuntime(CpuRuntime):
 
 @pytest.fixture
 def kept_lock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have each thread keep the interpreter lock until it waits for something."""
+    """Make each thread keep the interpreter lock until it waits for something."""
     for module in (_queues, _engine):
         monkeypatch.setattr(module, "HAND_OVER_S", 60)
     before = sys.getswitchinterval()
@@ -235,7 +235,7 @@ def kept_lock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("kept_lock")
 def test_busy_caller_hands_over_the_lock() -> None:
-    """A load starts, and is reported, while the caller of its engine runs Python without a pause."""
+    """A load starts, and is reported, while its engine's caller runs Python without a pause."""
     runtime = HeldRuntime()
     with rig(engine_on(runtime), SHAPE) as it:
         queue = it.engine._queues[CopyQueue.LOAD]
@@ -272,5 +272,5 @@ def test_broken_event_reaches_no_caller() -> None:
 
 
 def _scattered(count: int) -> tuple[Blocks, list[int]]:
-    """Return blocks and slots in which no page follows another one."""
+    """Return blocks and slots without adjacent pages."""
     return Blocks.make(range(0, 2 * count, 2), (count,), (0,)), list(range(count))[::-1]

@@ -1,4 +1,4 @@
-"""Any transfer does what the plain model does, with the native helper and without."""
+"""Any transfer matches the plain model, with and without the native helper."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans: neighbours are joined, and the copies cover exactly the pages."""
+"""Plans join neighbours, and their copies cover exactly the pages."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_doubled_tensor_copied_once() -> None:
 
 
 def test_group_without_layers_copies_nothing() -> None:
-    """As of another stage of a pipeline; the other workers have its pages."""
+    """The group's layers belong to another pipeline stage, whose workers have its pages."""
     caches = KVCaches((torch.zeros((4, 64), dtype=torch.int8),), ((), (PageRef(0, 64),)))
     plans, both = (
         CopyPlanner(caches, SlotLayout.make((64,), 2), HOST, 8),
@@ -155,7 +155,7 @@ def test_page_in_two_places() -> None:
 
 @st.composite
 def offers(draw: st.DrawFn) -> tuple[int, list[list[list[bool]]]]:
-    """Draw blocks per chunk and, of each chunk of each group, which blocks an engine has."""
+    """Draw blocks per chunk, and the blocks that an engine has of each chunk in each group."""
     width = draw(st.integers(1, 4))
     chunk = st.one_of(st.just([True] * width), st.lists(st.booleans(), min_size=width, max_size=width))
     group = st.lists(chunk, max_size=4)

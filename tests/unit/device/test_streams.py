@@ -1,6 +1,7 @@
 """The engine over streams, on a simulated device: the contract, the order of streams, and pinning.
 
-The simulated device copies later and in its own threads, as a GPU does, and refuses what CUDA refuses.
+The simulated device copies later and in its own threads, as a GPU does, and rejects the calls that CUDA
+rejects.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class PlayedStream(Stream):
     def __init__(self, device: PlayedDevice) -> None:
         self._device = device
         self._work = ThreadPoolExecutor(1)
-        self.given = 0  # changed by who gives the copies, and below by this stream's thread: no lock
+        self.given = 0  # the submitter increments it, and this stream's thread decrements it: no lock
         self.moved = 0
 
     def run(self, work: Callable[[], object]) -> None:
@@ -69,7 +70,7 @@ class PlayedStream(Stream):
 
     def wait(self, event: Any) -> None:
         self._device.require_attached()
-        self.run(event.reached.result)  # wait for the work it was recorded for so far
+        self.run(event.reached.result)  # wait for the work enqueued before the event was recorded
 
     def record(self) -> PlayedEvent:
         return PlayedEvent(self._work.submit(time.perf_counter))
@@ -96,7 +97,7 @@ class PlayedDevice(Runtime):
     """A runtime without a GPU.
 
     Attributes:
-        compute: the stream that the engine computes on.
+        compute: the engine's compute stream.
         pieces: (address, bytes) of the pinned pieces, in order.
         unpinned: unpinned addresses, in order.
         unmapped: addresses that were unmapped before they were unpinned.
@@ -122,17 +123,17 @@ class PlayedDevice(Runtime):
 
     @property
     def copies(self) -> int:
-        """How many copies it was given."""
+        """The number of submitted copies."""
         return len(self.sources)
 
     @property
     def opened(self) -> int:
-        """How many streams it has opened."""
+        """The number of opened streams."""
         return len(self._streams)
 
     @property
     def under_way(self) -> int:
-        """How many of the copies it has taken have not happened yet."""
+        """The number of accepted copies that are still pending."""
         return sum(stream.given - stream.moved for stream in self._streams)
 
     def attach(self) -> None:
@@ -162,7 +163,7 @@ class PlayedDevice(Runtime):
             self.unmapped.append(address)
 
     def refuses(self, dst: int, src: int, size: int) -> bool:
-        """Return whether the copy is refused: it was chosen, or a pinned piece holds part of it."""
+        """Return whether the copy is refused: it was selected, or a pinned piece holds only part of it."""
         self.sources.append(src)
         return self.copies - 1 in self.refused or any(
             start < piece + length and piece < start + size
@@ -280,7 +281,7 @@ def test_refused_copy_gets_fresh_stream(device: PlayedDevice) -> None:
         it.check()
         assert device.copies == 6 + 16 + 2
         assert device.opened == before + 1
-        assert device.plain  # another way to copy may be what has failed
+        assert device.plain  # the failure may be another copy method's
         assert [(end.error, end.attempt) for end in it.engine.finished()] == [
             (None, Attempt.RETRY),
             (None, Attempt.FIRST),
@@ -294,10 +295,10 @@ def test_next_starts_before_last_ends(device: PlayedDevice) -> None:
         device.gate.hold(CopyQueue.STORE)
         for number in range(3):
             it.store(number, one(number), [number])
-        device.gate.open()  # only now, so that all three are there when the first one is given
+        device.gate.open()  # only now, so that all three exist before the first one is submitted
         wait_until(lambda: device.copies >= 4)
         time.sleep(0.02)
-        assert device.copies == 4  # of two transfers, two pages each; the third one waits
+        assert device.copies == 4  # of two transfers with two pages each; the third one waits
         assert it.engine.finished() == []
         gate.set()
         it.check()
@@ -310,7 +311,7 @@ def test_retry_keeps_order(device: PlayedDevice, refused: int) -> None:
     device.refused = {refused}
     with rig(engine_on(device)) as it:
         for number in range(5):
-            it.store(number, one(number), [7])  # the last one to write stays
+            it.store(number, one(number), [7])  # the last writer stays
         it.check()
         ends = it.engine.finished()
         assert [(end.transfer_id, end.error) for end in ends] == [(number, None) for number in range(5)]
@@ -321,7 +322,7 @@ def test_hang_may_leave_both_moving(
 ) -> None:
     gate = threading.Event()
     device.before_copy = lambda dst: gate.wait(20)
-    it = Rig(engine_on(device, deadline_s=2), Shape())  # until when two have to have been given
+    it = Rig(engine_on(device, deadline_s=2), Shape())  # by then two must have been submitted
     device.gate.hold(CopyQueue.LOAD)
     for number in range(3):
         it.engine.submit_load(number, [number], one(number))

@@ -37,7 +37,7 @@ class TestOverHostMemory(DeviceConformance):
 
 
 def test_refill_waits_for_device(played_torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Of each buffer in turn: the host may write to it only after its last event was waited for.
+    # For each buffer in turn: the host may write to it only after waiting for its last event.
     order: list[tuple[str, object]] = []
     fill, synchronize = torch.Tensor.copy_, played_torch.Event.synchronize
 
@@ -70,7 +70,7 @@ def test_refill_waits_for_device(played_torch: Any, monkeypatch: pytest.MonkeyPa
 
 
 def test_failed_store_writes_nothing(played_torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its slots are another chunk's by then."""
+    """By then its slots hold another chunk."""
     memory = torch.ones((8, 512), dtype=torch.int8)
     slots = np.zeros((8, 512), dtype=np.uint8)
     stream = XpuStream(

@@ -30,7 +30,7 @@ PATIENCE_S = 60.0
 CLOSE_S = 9.0  # one third is reserved for the exit of a killed process
 
 SWIFT = SupervisorTimes(heartbeat_s=0.1, silent_timeout_s=60.0, first_pause_s=0.05, longest_pause_s=0.2)
-"""Restarts come soon; nothing is taken for silent, however busy the machine is."""
+"""Restarts come soon; no process counts as silent, however busy the machine is."""
 STRICT = SupervisorTimes(heartbeat_s=0.1, silent_timeout_s=5.0, first_pause_s=0.05, longest_pause_s=0.2)
 """For deliberately silent tiers: a busy machine must not make other tiers look silent."""
 
@@ -141,19 +141,19 @@ class Reckless(DummyTier):
 
 @pytest.fixture
 def reckless(install_distribution: Any) -> None:
-    """A third party's tier ``reckless``, whose gets do what its setting ``act`` says."""
+    """A third party's tier ``reckless``, whose gets follow its setting ``act``."""
     install_distribution("acme-reckless", RECKLESS, {"reckless": "Reckless"})
 
 
 def make_tier(type_: str, **settings: object) -> SecondaryTier[Any]:
-    """Make an installed tier, whose deadlines a busy machine keeps."""
+    """Make an installed tier whose deadlines a busy machine can meet."""
     given = {"type": type_, "deadline_s": PATIENCE_S, **settings}
     tier: SecondaryTier[Any] = registry.load(type_)(registry.validate(given))
     return tier
 
 
 MUCH = {"min_free_bytes": 0, "max_bytes": 2**50, "deadline_s": PATIENCE_S}
-"""For a file tier that is slow at worst. Without a bound a full disk has no room before the first count."""
+"""For a file tier that may be slow. Without a bound a full disk has no room before the first count."""
 
 
 def files(root: Path) -> SecondaryTier[Any]:
@@ -194,7 +194,7 @@ class Harness:
         self.submitted = 0
 
     def put(self, numbers: Sequence[int], slots: Sequence[int] | None = None, tier: int = 0) -> int:
-        """Put chunks; slot ``n`` has chunk ``n`` unless other slots are named."""
+        """Put chunks; slot ``n`` holds chunk ``n`` unless other slots are named."""
         slots = list(numbers) if slots is None else list(slots)
         for number, slot in zip(numbers, slots, strict=True):
             self.region.view(slot)[:] = content(number)
@@ -224,7 +224,7 @@ class Harness:
             time.sleep(0.002)
 
     def end_of(self, id_: int) -> PutEnded | GetEnded:
-        """Wait for the end of a command, and see that it is the only one."""
+        """Wait for the end of a command, and check that it ends once."""
         self.until(lambda: self.ends_of(id_), f"the end of {id_}")
         (end,) = self.ends_of(id_)
         return end
@@ -235,11 +235,11 @@ class Harness:
         return end
 
     def hold(self, numbers: Sequence[int], tier: int = 0) -> None:
-        """Put chunks and see that they are kept."""
+        """Put chunks and check that they are stored."""
         assert self.kept(self.put(numbers, tier=tier)) == [True] * len(numbers)
 
     def kept(self, id_: int) -> list[bool]:
-        """Wait for the end of a put; return which of its chunks are kept."""
+        """Wait for the end of a put; return which of its chunks are stored."""
         end = self.end_of(id_)
         assert isinstance(end, PutEnded)
         return list(end.kept)
@@ -251,11 +251,11 @@ class Harness:
 
     @property
     def endings(self) -> list[str]:
-        """How processes have ended."""
+        """The ends of the tier processes."""
         return [event.reason for event in self.received if isinstance(event, ProcessEnded)]
 
     def until_up(self) -> None:
-        """Wait until every tier can be used again, after an end that was heard of or will be."""
+        """Wait until every tier is up again, after an end that was or will be reported."""
         self.until(lambda: self.endings, "an end")
         self.until(lambda: self._last_ups() == set(range(self.tiers)), "the tiers")
 
@@ -269,7 +269,7 @@ class Harness:
         return int(self.process.pid)
 
     def is_another(self, pid: int) -> bool:
-        """Whether there is a process, and it is not this one."""
+        """Return whether a process other than ``pid`` runs."""
         return self.process.pid not in (None, pid)
 
     def bytes_in(self, slot: int) -> bytes:
@@ -286,7 +286,7 @@ Launch = Callable[..., Harness]
 
 @pytest.fixture
 def launch() -> Iterator[Launch]:
-    """Make started processes; they are ended with the test."""
+    """Make processes and start them; the fixture ends them with the test."""
     made: list[Harness] = []
 
     def make(*tiers: SecondaryTier[Any], **settings: Any) -> Harness:

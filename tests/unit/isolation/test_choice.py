@@ -1,4 +1,4 @@
-"""The choice of isolation: as configured, or a thread with a warning if no process can be made."""
+"""The choice of isolation: the configured one, or a thread with a warning if no process can start."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Begin = Callable[..., AnyExecutor]
 
 @pytest.fixture
 def begin() -> Iterator[Begin]:
-    """Start executors, with these settings, over a tier in memory; they are closed with the test."""
+    """Start executors with these settings over a tier in memory; the fixture closes them."""
     region, made = Region.unnamed(SLOTS, CHUNK_BYTES), []
 
     def start(*tiers: NamedTier, tier: str = "dummy", **settings: Any) -> AnyExecutor:
@@ -47,12 +47,12 @@ def begin() -> Iterator[Begin]:
 
     yield start
     for executor in made:
-        assert executor.close(0.0, PATIENCE_S)  # a machine may stand still for seconds
+        assert executor.close(0.0, PATIENCE_S)  # a machine may stall for seconds
     region.close()
 
 
 def works(executor: AnyExecutor) -> bool:
-    """Whether a chunk is put and got."""
+    """Return whether a put and a get of a chunk succeed."""
     executor.submit([Put(1, 0, [key(1)], [0])])
     put = ended(executor)
     executor.submit([Get(2, 0, [key(1)], [1], False)])
@@ -73,7 +73,7 @@ def ended(executor: AnyExecutor) -> PutEnded | GetEnded:
 
 @pytest.fixture(params=["no program", "no descriptor", "no support"])
 def nowhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """No process can be started, for one reason or another; return what is said of it."""
+    """Make every process start fail, for one of several reasons; return the reason in the log."""
     if request.param == "no program":
         monkeypatch.setattr(sys, "executable", "/nonexistent/python")
         return "No such file or directory"
@@ -84,7 +84,7 @@ def nowhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
         monkeypatch.setattr(os, "pidfd_open", lack)
         return "Function not implemented"
-    monkeypatch.delattr(os, "pidfd_open")  # by a Python that was built for an older system
+    monkeypatch.delattr(os, "pidfd_open")  # by a Python built for an older system
     return "pidfd_open"
 
 
@@ -106,7 +106,7 @@ def test_no_tiers_no_process(begin: Begin) -> None:
 
 
 def test_auto_falls_back_to_thread(begin: Begin, caplog: pytest.LogCaptureFixture, nowhere: str) -> None:
-    begin(isolation="thread")  # objects that come with the first thread
+    begin(isolation="thread")  # the first thread creates lasting objects
     before = resources()
     executor = begin(isolation="auto")
     assert isinstance(executor, ExecutorThread)
@@ -123,7 +123,7 @@ def test_unstartable_process_is_an_error(begin: Begin, caplog: pytest.LogCapture
     before = resources()
     with pytest.raises(IsolationError, match="set isolation to 'thread'"):
         begin(isolation="process")
-    until_no_more_than(before)  # it may count leftovers of the previous test
+    until_no_more_than(before)  # the earlier count may include leftovers of the previous test
     assert not caplog.records
 
 
@@ -163,7 +163,7 @@ def test_slow_start_is_not_awaited(launch: Launch, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(links, "_PROGRAM", "acme_slow")
     it: Harness = launch(make_tier("dummy", deadline_s=600))
     put = it.put([1])
-    (tmp_path / "go").touch()  # never, had the start waited
+    (tmp_path / "go").touch()  # the start must not have waited
     assert it.kept(put) == [True]
     assert it.endings == []
 

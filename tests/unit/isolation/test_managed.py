@@ -1,4 +1,4 @@
-"""The asyncio manager over a process of the tiers: it goes on whatever becomes of that."""
+"""The asyncio manager over a tier process continues after every failure of the process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def prompt(name: int, length: int) -> list[OffloadKey]:
 
 
 class World:
-    """A manager with files behind it. Chunk ``index`` of prompt ``name`` is full of one number."""
+    """A manager over a file tier. Chunk ``index`` of prompt ``name`` is full of one number."""
 
     def __init__(self, root: Path, **settings: Any) -> None:
         self.blocks = torch.zeros((BLOCKS, PAGE_BYTES), dtype=torch.int8)
@@ -57,7 +57,7 @@ class World:
         await self.manager.drain()
 
     async def load(self, name: int, length: int) -> int:
-        """Load the chunks found, and check their bytes."""
+        """Load the found chunks, and check their bytes."""
         self.blocks[:] = 0
         count = await self.manager.load(prompt(name, length), range(length))
         assert [int(block) for block in self.blocks[:count, 0]] == [
@@ -95,7 +95,7 @@ async def opened(root: Path, **settings: Any) -> AsyncIterator[World]:
 def processes_of_tiers() -> Sequence[int]:
     found = []
     for pid in children(os.getpid()):
-        with suppress(OSError):  # one that was reaped meanwhile
+        with suppress(OSError):  # a process that was reaped meanwhile
             if b"kvtier._isolation.child" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.append(pid)
     return found
@@ -145,7 +145,7 @@ async def test_close_leaves_nothing(tmp_path: Path) -> None:
     assert not processes_of_tiers()
     with pytest.raises(StateError):
         await it.manager.lookup(prompt(1, 4))
-    del it  # views of the memory keep it
+    del it  # views of the memory keep it mapped
     gc.collect()
     assert mappings() == before
 

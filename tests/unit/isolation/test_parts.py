@@ -1,4 +1,4 @@
-"""Settings that are sent to the tier process, the channel, and the heartbeat."""
+"""The settings sent to the tier process, the channel, and the heartbeat."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_full_socket_keeps_order(pair: Any) -> None:
     for number in range(50):
         channel.add(frame(number, 40_000))
     assert channel.is_full
-    assert full == [None]  # told once: whoever polls is not to be woken again and again meanwhile
+    assert full == [None]  # reported once: a poller must not wake up repeatedly meanwhile
     frames = Frames()
     found: list[int] = []
     while len(found) < 50:
@@ -147,7 +147,7 @@ def test_full_socket_keeps_order(pair: Any) -> None:
 
 @pytest.mark.parametrize("number", [errno.ENOBUFS, errno.ENOMEM])
 def test_no_memory_delays_frames(pair: Any, number: int) -> None:
-    """A lost command would keep its slots for ever."""
+    """A lost command would keep its slots forever."""
     ours, theirs = pair
     sock = Mock(wraps=ours)
     sock.send.side_effect = [OSError(number, "no memory"), DEFAULT]
@@ -214,7 +214,7 @@ def test_socket_stays_open_during_send(pair: Any) -> None:
 
 
 class Clock:
-    """A clock that is set by hand."""
+    """A clock that the test sets."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
@@ -246,7 +246,7 @@ def test_silence_allows_slow_start(clock: Clock) -> None:
     assert beats_until_silent(heartbeat, clock) == 10
     heartbeat.acknowledge()
     assert not heartbeat.check_silence()
-    assert beats_until_silent(heartbeat, clock) == 11  # asked with the first, ten more without an answer
+    assert beats_until_silent(heartbeat, clock) == 11  # a ping with the first, ten more without an answer
     tiers_up.append(True)
     heartbeat.acknowledge()
     assert not heartbeat.check_silence()

@@ -1,4 +1,4 @@
-"""Whatever happens to the tier process: each command ends once, no slot is written late, nothing leaks."""
+"""For every failure of the tier process, each command ends once, no slot is written late, nothing leaks."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_process_ends_before_next(what: str, launch: Launch, monkeypatch: pytest
         return looks(it) or (is_armed.is_set() and not is_killed.is_set())
 
     class Witness(Link):
-        """The process that follows another one looks whether that is gone."""
+        """Each new process checks whether the previous one is gone."""
 
         def __init__(self, *args: object) -> None:
             left.append(children(os.getpid()))
@@ -177,7 +177,7 @@ def test_process_ends_before_next(what: str, launch: Launch, monkeypatch: pytest
 
 @pytest.mark.usefixtures("reckless")
 def test_wordless_error_arrives(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
-    """Names of files are bytes. Those that are not UTF-8 have lone surrogates in Python."""
+    """File names are bytes. Python represents non-UTF-8 ones with lone surrogates."""
     it = launch(make_tier("reckless", act="no_text"), make_tier("dummy"))
     it.until(lambda: any(isinstance(event, TierDown) for event in it.received), "its failure")
     (down,) = [event for event in it.received if isinstance(event, TierDown)]
@@ -201,7 +201,7 @@ def test_program_imports_no_torch() -> None:
 
 
 def test_all_engine_cpus_are_allowed(launch: Launch) -> None:
-    """Whoever starts it may be bound to the one CPU that it computes on."""
+    """The starting process may be bound to its one compute CPU."""
     mine = os.sched_getaffinity(0)
     made: list[Harness] = []
 
@@ -264,10 +264,10 @@ def test_no_process_fails_commands(launch: Launch) -> None:
 
 
 def test_dying_process_answers(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The supervisor answers the calls that it finds; the owner answers those it adds later."""
+    """The supervisor answers the pending calls; the owner answers those it adds later."""
 
     class Slow(Link):
-        """Dies, and is cleaned up, just before it gets a message."""
+        """Dies, and is cleaned up, just before it receives a message."""
 
         dies = False
 
@@ -307,7 +307,7 @@ def test_crash_or_hang_costs_misses(launch: Launch, act: str, ending: str, times
     it.hold([1])
     it.hold([1], tier=1)
     end = it.fetched([1], [10])
-    if act != "report_junk":  # its get may have been answered before
+    if act != "report_junk":  # an earlier get may have been answered
         assert (list(end.answers), end.reasons) == ([MISSING], {"process": 1})
     it.until_up()
     assert it.endings[0] == ending
@@ -348,7 +348,7 @@ def test_stopped_process_spares_slots(launch: Launch, tmp_path: Path) -> None:
     assert it.end_of(fetch).reasons == {"process": 1}
     assert not is_alive(pid)
     assert it.endings == ["silent"]
-    it.region.view(10)[:] = content(2)  # another chunk's slot by now
+    it.region.view(10)[:] = content(2)  # by now the slot belongs to another chunk
     (tmp_path / "go").touch()
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGCONT)
@@ -381,7 +381,7 @@ def test_grandchildren_are_killed(launch: Launch, tmp_path: Path) -> None:
 
 
 def test_stopped_process_delays_nothing(launch: Launch) -> None:
-    """The socket is full long before: a send that waited would never return."""
+    """The socket fills up long before: a blocking send would never return."""
     it = launch(make_tier("dummy", deadline_s=PATIENCE_S))
     it.hold(range(20))
     pid = it.pid()
@@ -408,7 +408,7 @@ def test_hung_start_is_killed(launch: Launch, monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(links, "_PROGRAM", "acme_hangs")
     times = SupervisorTimes(
         heartbeat_s=0.1, start_timeout_s=2.0, first_pause_s=600, longest_pause_s=600
-    )  # there is no second one
+    )  # there is no second process
     it = launch(make_tier("dummy"), times=times)
     pid, put = it.pid(), it.put([1])
     assert it.end_of(put).reasons == {"process": 1}
@@ -418,7 +418,7 @@ def test_hung_start_is_killed(launch: Launch, monkeypatch: pytest.MonkeyPatch, t
 
 @pytest.mark.usefixtures("reckless")
 def test_open_may_hold_gil(launch: Launch, tmp_path: Path) -> None:
-    """As importing a large client library does."""
+    """Importing a large client library does this."""
     it = launch_opening(launch, tmp_path, seconds=3, times=replace(STRICT, silent_timeout_s=0.5))
     it.until(lambda: TierUp(0, 0) in it.received, "the tier")
     assert ProcessEnded not in map(type, it.received[: it.received.index(TierUp(0, 0))])
@@ -438,7 +438,7 @@ def launch_opening(launch: Launch, folder: Path, *, seconds: int, times: Supervi
     """Start a process that answers heartbeats until one of its tiers holds the interpreter lock."""
     opening = make_tier("reckless", act="hold_lock_at_start", folder=folder, seconds=seconds, deadline_s=600)
     it = launch(opening, make_tier("dummy"), times=times)
-    it.hold([1], tier=1)  # the first ping came before that
+    it.hold([1], tier=1)  # the first ping came earlier
     (folder / "go").touch()
     return it
 
@@ -478,7 +478,7 @@ def test_garbage_sender_is_killed(launch: Launch, monkeypatch: pytest.MonkeyPatc
 def test_reset_outlives_process(launch: Launch, tmp_path: Path) -> None:
     it = launch(files(tmp_path))
     it.hold([1])
-    it.reset(1)  # it may or may not get to this
+    it.reset(1)  # the process may or may not receive it
     os.kill(it.pid(), signal.SIGKILL)
     it.until_up()
     assert list(it.fetched([1], [10]).answers) == [MISSING]
@@ -486,7 +486,7 @@ def test_reset_outlives_process(launch: Launch, tmp_path: Path) -> None:
     os.kill(it.pid(), signal.SIGKILL)
     it.until(lambda: len(it.endings) == 2, "the second end")
     it.until_up()
-    # Not even what came after the reset is had again: to other engines it would be of other weights.
+    # Chunks put after the reset are lost too: for other engines they could have other weights.
     assert list(it.fetched([1, 2], [10, 11]).answers) == [MISSING] * 2
 
 
@@ -494,7 +494,7 @@ def test_reset_waits_for_start(launch: Launch, tmp_path: Path) -> None:
     it = launch(files(tmp_path), times=replace(SWIFT, first_pause_s=0.5))
     it.hold([1])
     os.kill(it.pid(), signal.SIGKILL)
-    it.until(lambda: it.endings, "the end")  # that there is no process lasts for half a second
+    it.until(lambda: it.endings, "the end")  # for half a second there is no process
     it.reset(1)
     it.until_up()
     assert list(it.fetched([1], [10]).answers) == [MISSING]
@@ -502,7 +502,7 @@ def test_reset_waits_for_start(launch: Launch, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_reset_during_start_counts(launch: Launch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It is told of the resets so far before the owner can reach it."""
+    """The process learns the number of resets before the owner can reach it."""
     it = launch(files(tmp_path))
     it.hold([1])
     begin = Link.__init__
@@ -611,7 +611,7 @@ def test_deaths_leave_nothing(launch: Launch) -> None:
 
 
 def resources() -> dict[str, int]:
-    """Count what a process can leave behind."""
+    """Count the resources that a process can leave behind."""
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),

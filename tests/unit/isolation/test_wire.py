@@ -1,4 +1,4 @@
-"""The protocol: messages survive the wire; malformed and impossible ones are refused."""
+"""The protocol: messages survive the wire; malformed and impossible ones are rejected."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_out_of_bounds_refused(report: object) -> None:
 
 
 def test_numbers_have_bounds() -> None:
-    """The core and its estimates could not make anything of an infinite one."""
+    """The core and its estimates cannot handle an infinite number."""
     kinds = inspect.multi_type_info([list[wire.Order], list[wire.Report], wire.Hello])
     found = [one for kind in kinds for one in numbers_in(kind)]
     assert {type(one) for one in found} == {inspect.IntType, inspect.FloatType}
@@ -132,7 +132,7 @@ NAMES = [OffloadKey(b"k1"), OffloadKey(b"k2")]
 
 
 class FakeLink:
-    """A link without a process that keeps the messages in flight."""
+    """A link without a process that keeps sent messages in flight."""
 
     def __init__(self) -> None:
         self.in_flight: dict[int, Put | Get] = {
@@ -222,7 +222,7 @@ def test_command_ends_once(decoder: MessageDecoder) -> None:
 
 
 def test_up_proves_event_loop(decoder: MessageDecoder) -> None:
-    """A long delay at opening is not judged by the limit for open tiers."""
+    """The limit for open tiers does not apply to a long delay during opening."""
     link = FakeLink()
     assert not decoder.are_all_up
     assert not decode(decoder, link, wire.log_line(30, "kvtier", "it imports"))

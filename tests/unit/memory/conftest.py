@@ -1,4 +1,4 @@
-"""Directories for regions, and processes that hold some: they start, end and are killed."""
+"""Directories for regions, and processes that hold regions: they start, end and are killed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ for line in sys.stdin:
 
 
 class Holder:
-    """A process that opened a region and does as told."""
+    """A process that opens a region and follows commands."""
 
     def __init__(self, directory: Path, name: str, slots: int, chunk_bytes: int, keep_s: float) -> None:
         arguments = map(str, (directory, name, slots, chunk_bytes, keep_s))
@@ -71,7 +71,7 @@ class Holder:
         )
 
     def answer(self) -> str:
-        """Read the next line that it says."""
+        """Read its next line of output."""
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
@@ -88,14 +88,14 @@ class Holder:
         self.process.wait(20)
 
     def exit(self) -> int:
-        """Let it end by itself, without closing its region; return its exit code."""
+        """Let it exit without closing its region; return its exit code."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         return self.process.wait(20)
 
 
 class Holding(Protocol):
-    """Runs a holder of a region named ``name``, and kills it at the end."""
+    """Runs a holder of the region ``name``, and kills it at the end."""
 
     def __call__(self, name: str, slots: int = 4, keep_s: float = 0) -> AbstractContextManager[Holder]: ...
 
@@ -109,7 +109,7 @@ def shm() -> Iterator[Path]:
 
 @pytest.fixture
 def holding(shm: Path) -> Holding:
-    """A starter of processes that hold regions in ``shm``."""
+    """Return a function that starts processes that hold regions in ``shm``."""
 
     def hold(name: str, slots: int = 4, keep_s: float = 0) -> AbstractContextManager[Holder]:
         return _running(Holder(shm, name, slots, PAGE, keep_s))
@@ -133,5 +133,5 @@ Mounted = Callable[[str], AbstractContextManager[Path]]
 
 @pytest.fixture
 def mounted(tmp_path: Path) -> Mounted:
-    """A context that mounts an in-memory file system with the given options."""
+    """Return a context manager that mounts an in-memory file system with the given options."""
     return partial(mounted_tmpfs, tmp_path)

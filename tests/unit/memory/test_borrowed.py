@@ -1,4 +1,4 @@
-"""A region that another process is handed: its bytes are shared, its duties are not."""
+"""A region borrowed by another process: it shares the bytes, but not the duties."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ time.sleep(1000)
 
 
 def test_borrower_blocks_claim(tmp_path: Path) -> None:
-    """It could still write there, if only for a moment."""
+    """For a moment the process could still write to it."""
     engine = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path), BORROWER],
         stdin=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""No file of a region outlives its engine, however that ends and whoever is killed with it."""
+"""No file of a region outlives its engine, however the engine ends and whatever else is killed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.memory.conftest import PAGE, Holder, Holding
 
 
 def guards(folder: Path) -> list[int]:
-    """The processes that guard files of a folder."""
+    """The processes that guard the files of a folder."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -30,7 +30,7 @@ def guards(folder: Path) -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the descendants of a process, as a killer of process trees finds them."""
+    """Return the descendants of a process, as tools that kill process trees do."""
     return [one for child in children(pid) for one in (child, *descendants(child))]
 
 

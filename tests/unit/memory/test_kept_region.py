@@ -1,4 +1,4 @@
-"""A region outlives its engine for a while: the next engine gets it, once no process uses it."""
+"""A region outlives its engine for a while: the next engine gets it once no process uses it."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_region_that_a_worker_uses_is_not_taken(shm: Path, holding: Holding) -> 
 
 @pytest.mark.parametrize("writer", ["hung tier process", "stuck copy"])
 def test_region_that_may_still_be_written_is_not_taken(shm: Path, writer: str) -> None:
-    """An engine that ends properly leaves both behind."""
+    """Even an engine that stops in an orderly way can leave such a writer behind."""
     region, nbytes = open_region(shm, "engine"), slot_trailers_bytes(4)
     region.view(1)[:4] = b"abcd"
     tiers = Region.borrowed(os.dup(region.fileno()), 4, PAGE, nbytes)
@@ -116,7 +116,7 @@ def test_kept_region_of_another_size_goes_with_its_owner(
 
 @pytest.mark.parametrize("was_kept", [False, True])
 def test_engine_spares_memory_of_another_without_a_guard(shm: Path, holding: Holding, was_kept: bool) -> None:
-    """As after a restart of their container, when the other one starts first."""
+    """This happens after a restart of their container, if the other one starts first."""
     with engine(holding) as holder:
         if not was_kept:
             kill_guards(shm)
@@ -174,7 +174,7 @@ def test_memory_with_another_name_is_left(shm: Path, holding: Holding) -> None:
 
 
 def test_other_things_are_not_kept(shm: Path) -> None:
-    """Any user may put something into /dev/shm."""
+    """Any user may create files in /dev/shm."""
     os.mkfifo(shm / "kvtier_fifo.kept")
     (shm / "kvtier_folder.kept").mkdir()
     (shm / "kvtier_link.kept").symlink_to("/proc/self/mem")

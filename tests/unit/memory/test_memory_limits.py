@@ -1,4 +1,4 @@
-"""Memory limits are found as containers have them, and no more slots get memory than they allow."""
+"""Memory limits are read as containers set them, and slots get no more memory than they allow."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MEMINFO = "MemTotal: 8192 kB\nMemAvailable: 2048 kB\nHugePages_Total: 0\n"
 
 @pytest.fixture
 def proc(tmp_path: Path) -> Path:
-    """A ``/proc`` of a machine with 8 MiB, 6 MiB of it in use."""
+    """A ``/proc`` of a machine with 8 MiB, 6 MiB of them in use."""
     (tmp_path / "proc" / "self").mkdir(parents=True)
     (tmp_path / "proc" / "meminfo").write_text(MEMINFO)
     return tmp_path / "proc"
@@ -35,7 +35,7 @@ def group(folder: Path, limits: dict[str, str], used: int, stat: str) -> None:
 
 
 def found(proc: Path) -> list[tuple[str, int, int]]:
-    """The limits of groups, by their paths in the mount."""
+    """The limits of control groups, by their paths in the mount."""
     machine, *groups = limits.memory_limits(proc)
     assert machine == MemoryLimit(8 * MIB, proc / "meminfo", 6 * MIB)
     home = proc.parent / "cgroup"
@@ -85,7 +85,7 @@ def test_unreadable_is_no_limit(proc: Path, members: str | None) -> None:
 
 @pytest.fixture
 def container() -> Iterator[Path]:
-    """A control group of this machine's that may have 160 MiB."""
+    """A real control group on this machine with a limit of 160 MiB."""
     for folder in ("/sys/fs/cgroup/memory", "/sys/fs/cgroup"):
         made = Path(folder) / "kvtier-test-limits"
         with suppress(OSError):

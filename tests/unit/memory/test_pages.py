@@ -1,4 +1,4 @@
-"""Huge pages where they are granted, NUMA nodes where there are some."""
+"""Huge pages if available, and NUMA nodes if present."""
 
 from __future__ import annotations
 

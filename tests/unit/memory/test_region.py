@@ -90,7 +90,7 @@ def test_views_outlive_the_region(shm: Path) -> None:
     assert os.listdir(shm) == []
     assert view == b"v" * PAGE
     with Region.open("a", 2, PAGE, shm) as successor:
-        successor.claim()  # neither lock nor claim hangs on the view
+        successor.claim()  # the view keeps neither lock nor claim
         assert successor.view(1) == bytes(PAGE)
         view[:] = b"w" * PAGE
         assert successor.view(1) == bytes(PAGE)
@@ -269,14 +269,14 @@ def test_populating_memory_stays_mapped(shm: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_close_awaits_allocation(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it would be made in another file, which has the descriptor's number by then."""
+    """Otherwise it would write to another file, which got the descriptor's number meanwhile."""
     region = Region.open("a", 1, PAGE, shm)
     closer, own = threading.Thread(target=region.close), os.fstat(region.fileno())
     files: list[os.stat_result] = []
 
     def back(address: int, nbytes: int, fd: int, *arguments: object, **more: object) -> int:
         closer.start()
-        closer.join(0.1)  # it ends at once if it does not wait
+        closer.join(0.1)  # it ends at once unless it waits
         with (shm / "other").open("wb"):
             files.append(os.fstat(fd))
         return 0
@@ -328,7 +328,7 @@ def test_short_memory_has_fewer_slots(small_tmpfs: Path, caplog: pytest.LogCaptu
 
 @pytest.mark.parametrize("theirs", ["3 slots", ""])
 def test_equal_size_is_not_enough(shm: Path, theirs: str) -> None:
-    # As many bytes in all, cut in another way: a slot of one would be parts of two slots of the other.
+    # The same total bytes, split differently: one slot here overlaps two slots there.
     with Region.open("a", 3, 2 * PAGE, shm, contents=theirs):
         with pytest.raises(RegionError, match=f"{theirs}.*6 slots.* need the same settings"):
             Region.open("a", 6, PAGE, shm, contents="6 slots")

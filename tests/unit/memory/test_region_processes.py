@@ -1,4 +1,4 @@
-"""Several processes: living ones keep their regions, dead ones leave none."""
+"""Several processes: live ones keep their regions, dead ones leave none."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ print(remove_stale_files(shm), os.listdir(shm))
 
 def test_concurrent_starts_share_one(holding: Holding, shm: Path) -> None:
     ghost = shm / "kvtier_e"
-    ghost.write_bytes(bytes(PAGE))  # of another size: whoever joined it would fail
+    ghost.write_bytes(bytes(PAGE))  # of another size: joining it would fail
     with ExitStack() as stack:
         holders = [stack.enter_context(holding("e", 4)) for _ in range(6)]
         assert [holder.answer() for holder in holders] == ["open"] * 6

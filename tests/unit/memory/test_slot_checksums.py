@@ -24,7 +24,7 @@ def _evidence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Slots(HeapMemory):
-    """Slots in plain memory, which can be counted."""
+    """Slots in plain memory, with their number."""
 
     slots = SLOTS
 
@@ -42,7 +42,7 @@ def test_content_known_until_refill() -> None:
     slot_checksums = make()
     for area in range(AREAS):
         slot_checksums.expect(2, area, 0xFFFFFFFF - area)
-    slot_checksums.expect(3, 0, 0)  # a checksum as good as any
+    slot_checksums.expect(3, 0, 0)  # 0 is a valid checksum
 
     slot_checksums.forget([2], 1)
     assert [slot_checksums.expected(2, area) for area in range(AREAS)] == [0xFFFFFFFF, None, 0xFFFFFFFD]
@@ -69,7 +69,7 @@ def test_all_taken_areas_compare(tmp_path: Path) -> None:
         assert slot_checksums.are_intact([(KEY, 4), (KEY, 5)])
         slot_checksums.view(5, area)[AREA_BYTES - 1] ^= 1
         assert not slot_checksums.are_intact([(KEY, 4), (KEY, 5)])
-        assert slot_checksums.are_intact([(KEY, 4), (KEY, 6)])  # of the last one nothing is known
+        assert slot_checksums.are_intact([(KEY, 4), (KEY, 6)])  # the last slot has no checksum
     assert len(list((tmp_path / "kvtier" / "evidence").glob("*.json"))) == AREAS
 
 
@@ -97,6 +97,6 @@ def test_finding_is_reported_once() -> None:
 
     found = slot_checksums.take_damage(chunks[:7], [5] * 7)
     assert found == [SlotDamage(KEY, 2, 5, Fault.SLOT | Fault.COPY), SlotDamage(KEY, 6, 5, Fault.SLOT)]
-    assert [it.tier for it in found] == [None, 5]  # a copy that goes wrong is no tier's doing
+    assert [it.tier for it in found] == [None, 5]  # a faulty copy is not a tier's fault
     assert slot_checksums.take_damage(chunks, [None] * SLOTS) == []
     assert slot_checksums.expected(6, 0) == 1

@@ -1,4 +1,4 @@
-"""The status table: workers' entries are read back unchanged, each by its own reader only."""
+"""The status table returns workers' entries unchanged, each to its own reader only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORKERS = 3
 
 
 class Desk:
-    """A table in plain memory, its rows as workers have them, and the scheduler's view."""
+    """A table in plain memory: the workers' rows, and the scheduler's view."""
 
     def __init__(self) -> None:
         self.bytes = memoryview(bytearray(status_table_bytes(SLOTS, WORKERS)))
@@ -58,7 +58,7 @@ def test_marks_are_taken_once(desk: Desk) -> None:
 def test_marks_have_counted_reasons() -> None:
     assert {why.name.lower() for why in Unfilled} | {
         "neighbour"
-    } == DROPPED.keys()  # that one is the scheduler's
+    } == DROPPED.keys()  # that one belongs to the scheduler
 
 
 def test_changes_are_told_once(desk: Desk) -> None:

@@ -1,4 +1,4 @@
-"""Evidence: it is the user's own, there is not too much of it, and it never makes things worse."""
+"""Dumps of damaged chunks: only their owner can read them, they are bounded, and they cause no failure."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_log_has_unkept_facts(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
-    (tmp_path / f"kvtier-evidence-{os.getuid()}").symlink_to(target)  # a trap: any user may make one there
+    (tmp_path / f"kvtier-evidence-{os.getuid()}").symlink_to(target)  # a trap: any user may create one there
     damage_dump.write("it differs", {"slot": 77})
     assert list(target.iterdir()) == []
     assert "cannot be kept" in caplog.text
@@ -101,7 +101,7 @@ damage_dump.write("it differs", {"slot": 3}, slot=bytes(20_000), device=bytes(20
 
 
 def test_excess_evidence_is_whole(folder: Path) -> None:
-    """The file size limit makes a write short, as a disk does that is about to be full."""
+    """The file size limit causes a short write, as a nearly full disk does."""
     found = subprocess.run([sys.executable, "-c", FULL], capture_output=True, text=True, check=True)
     assert "the evidence cannot be kept" in found.stdout
     assert list(folder.iterdir()) == []

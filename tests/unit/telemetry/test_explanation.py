@@ -1,4 +1,4 @@
-"""The line that explains a request: it parses back from any log format."""
+"""The line that explains a request can be parsed back from any log format."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def explained(**fields: Any) -> Explanation:
 
 
 def line_of(one: Explanation) -> str:
-    """Return the line that is logged."""
+    """Return the logged line."""
     lines: list[str] = []
 
     class Keep(logging.Handler):
@@ -120,8 +120,8 @@ def test_log_is_counted_by_line() -> None:
 
 @pytest.fixture
 def bare_logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
-    """A logger as in a process without a logging configuration."""
-    logger = logging.Logger("kvtier.explain")  # it has no parent, and so none of pytest's handlers
+    """A logger as in a process without logging configuration."""
+    logger = logging.Logger("kvtier.explain")  # it has no parent, so it has none of pytest's handlers
     monkeypatch.setattr(explanation.logger, "logger", logger)
     yield logger
     logger.handlers.clear()

@@ -1,4 +1,4 @@
-"""Spans of the core's work: with the requests' ids, and none if tracing is off."""
+"""Spans of the core's work: they carry the requests' ids; there are none if tracing is off."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
 
 
 class Sent:
-    """Takes commands in the place of an executor."""
+    """Receives commands in place of an executor."""
 
     def __init__(self) -> None:
         self.commands: list[Command] = []
@@ -59,7 +59,7 @@ def driven(**more: Any) -> tuple[Tiering, Driver, Sent]:
 
 
 def spans(exporter: InMemorySpanExporter) -> list[tuple[str, dict[str, Any], bool]]:
-    """Return the spans that have ended: name, attributes, and whether they went well."""
+    """Return the ended spans: name, attributes, and whether they succeeded."""
     return [
         (span.name, dict(span.attributes or {}), span.status.is_ok) for span in exporter.get_finished_spans()
     ]
@@ -150,7 +150,7 @@ async def test_abandoned_put_has_failed(exporter: InMemorySpanExporter) -> None:
         deaf.let_go.set()
         if left := asyncio.all_tasks() - tasks:
             await asyncio.wait(left)
-    await anyio.to_thread.run_sync(it.region.close)  # waits for the thread that has got the memory
+    await anyio.to_thread.run_sync(it.region.close)  # waits for the thread that has acquired the memory
 
 
 def test_no_traces_without_provider() -> None:

@@ -1,4 +1,4 @@
-"""The conformance kit for eviction policies fails for every broken policy, in the test and words expected."""
+"""The conformance kit for eviction policies rejects every broken policy, in the expected test and words."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def kit(bad: type[EvictionPolicy]) -> PolicyConformance:
         def sequences(self) -> hypothesis.settings:
             return hypothesis.settings(
                 super().sequences(),
-                max_examples=1000,  # the first few show it, at times the hundredth: that one is the last
+                max_examples=1000,  # the first few show it, rarely the hundredth: the failing one is the last
                 phases=[hypothesis.Phase.generate],
                 derandomize=True,
                 database=None,
@@ -169,7 +169,7 @@ def kit(bad: type[EvictionPolicy]) -> PolicyConformance:
 
 
 def run(policy: type[EvictionPolicy], test: str) -> None:
-    """Run one test of the kit, with each argument where it has several."""
+    """Run one test of the kit, with each argument if it has several."""
     function = getattr(kit(policy), f"test_{test}")
     parameters = [mark.args[1] for mark in getattr(function, "pytestmark", ()) if mark.name == "parametrize"]
     for parameter in parameters[0] if parameters else [None]:

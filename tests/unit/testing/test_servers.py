@@ -1,4 +1,4 @@
-"""Ports of servers in tests: several processes choose them at once, before any server listens."""
+"""Ports of servers in tests: several processes choose ports at once, before any server listens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The conformance kit for tiers fails for every broken tier here, in the test and the words expected."""
+"""The conformance kit for tiers rejects every broken tier here, in the expected test and words."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ HUNG = threading.Event()  # set when a test has ended
 OPENED: dict[str, int] = {}  # open files, closed when a test has ended
 
 
-CAUGHT: list[tuple[type[GoodTier], str, str]] = []  # a bug, the test that finds it, its words
+CAUGHT: list[tuple[type[GoodTier], str, str]] = []  # a bug, the test that finds it, its message
 HANGING: list[type[GoodTier]] = []
 
 
@@ -143,7 +143,7 @@ def bug(method: str, *caught: tuple[str, str], **flags: bool) -> Callable[[Calla
 
 
 async def abandoned(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a function in a thread as many clients do: a cancellation ends the waiting, not the work."""
+    """Run a function in a thread as many clients do: a cancellation ends the wait, not the work."""
     loop = asyncio.get_running_loop()
     is_cancelled, may_go_on = threading.Event(), threading.Event()
 
@@ -160,7 +160,7 @@ async def abandoned(function: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.shield(loop.run_in_executor(None, work))
     except asyncio.CancelledError:
         is_cancelled.set()
-        after_passes(50)  # by then whoever cancels has given the slots to others
+        after_passes(50)  # by then the cancelling caller has reused the slots
         raise
 
 
@@ -221,7 +221,7 @@ async def keeps_views(self: GoodTier, batch: Batch) -> Outcome:
 
 @broken((SLOTS_OF_A_PUT, "next chunk"))
 class FlushesWhenClosing(GoodTier):
-    """Gives what it has not flushed yet from its buffer, which is the slots."""
+    """Serves unflushed chunks from its buffer, which is the slots."""
 
     async def put(self, batch: Batch) -> Outcome:
         outcome = await super().put(batch)
@@ -285,7 +285,7 @@ class StoresTornValues(GoodTier):
 
     async def get(self, batch: Batch) -> Outcome:
         await asyncio.sleep(0)
-        return Outcome(self.fill(batch))  # not in a thread, which may come when all is whole
+        return Outcome(self.fill(batch))  # not in a thread, which may start when everything is whole
 
 
 @bug("fill_one", (PUT_AND_GOT, "not the trailer"))
@@ -478,7 +478,7 @@ async def says_no(self: GoodTier, keys: Sequence[OffloadKey]) -> Sequence[bool]:
 
 @broken((SEQUENCE, "known.. says (PRESENT|ABSENT) where"))
 class KnowsWrong(GoodTier):
-    """An index that learns of puts and not of discards."""
+    """An index that records puts but no discards."""
 
     def known(self, keys: Sequence[OffloadKey]) -> Sequence[Knowledge]:
         return [Knowledge.PRESENT if key in self.held else Knowledge.ABSENT for key in keys]
@@ -525,7 +525,7 @@ async def ignores_reset(self: GoodTier) -> None:
 
 @bug("reset", (SEQUENCE, "says yes to what is gone"))
 async def forgets_a_reset(self: GoodTier) -> None:
-    """Hides what was there until it is opened again."""
+    """Hides earlier chunks until it is opened again."""
     self.resets += 1
     self.store = {}
 
@@ -543,7 +543,7 @@ class ClaimsToVerify(GoodTier):
 
 @broken(("a_reset_parts_tiers_that_share_a_place", "what another has put since"))
 class GivesWhatOthersPutAfterAReset(GoodTier):
-    """After a reset, looks where all tiers put, too: at its reset nothing old was left there."""
+    """After a reset, also looks in the shared place, which held no old chunks at its own reset."""
 
     async def open(self, context: TierContext) -> None:
         await super().open(context)
@@ -570,7 +570,7 @@ async def resets_what_is_stored_only(self: GoodTier, batch: Batch) -> Outcome:
 
 @bug("put", (PUT_AT_RESET, "the tier that was reset gives"))
 async def reads_the_cache_late(self: GoodTier, batch: Batch) -> Outcome:
-    """Its thread looks up where the chunks belong when it comes to it, which may be after a reset."""
+    """Its thread resolves the place of the chunks when it runs, which may be after a reset."""
     if not self.held:
         self.held.append(anyio.CapacityLimiter(1))
     await in_thread(lambda: self.store.update(self.copies(batch)), limiter=self.held[0])
@@ -599,7 +599,7 @@ async def stores_a_cancelled_put_later(self: GoodTier, batch: Batch) -> Outcome:
 
 @bug("put", (PUT_AT_RESET, "opened later gives"))
 async def writes_into_the_cache_of_before(self: GoodTier, batch: Batch) -> Outcome:
-    """A put that crosses a reset goes where whoever opens later looks."""
+    """A put that crosses a reset writes to the place that later openers read."""
     store = self.store
     store.update(await in_thread(self.copies, batch))
     return stored(batch)
@@ -711,7 +711,7 @@ async def exits(self: GoodTier, keys: Sequence[OffloadKey]) -> Sequence[bool]:
     hangs=True,
 )
 class BreaksWhenCancelled(GoodTier):
-    """Holds a lock by hand, and after a cancellation for ever."""
+    """Holds a lock by hand, and after a cancellation forever."""
 
     async def open(self, context: TierContext) -> None:
         await super().open(context)
@@ -750,7 +750,7 @@ class HoldsAFileForEachLookup(GoodTier):
 
 @bug("open", (CLOSING, "aclose.. gives everything back.*2 more open files"))
 async def keeps_environments(self: GoodTier, context: TierContext) -> None:
-    """Opens what belongs to a place once, and never closes it."""
+    """Opens a place's resource once, and never closes it."""
     await GoodTier.open(self, context)
     if self.config.place not in OPENED:
         OPENED[self.config.place] = os.open(os.devnull, os.O_RDONLY)
@@ -811,14 +811,14 @@ class LeaksATaskWhenItsOpeningIsCancelled(GoodTier):
 
 @bug("put", ("nobody_else_may_read_what_it_keeps_in_files", "others may read.*chunks 666"))
 async def lets_others_read(self: GoodTier, batch: Batch) -> Outcome:
-    """Keeps what it has in a file, too, with the mode that comes by default."""
+    """Also keeps its chunks in a file, with the default mode."""
     folder = Path(self.config.place)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     (folder / "chunks").write_bytes(bytes(batch.views[0]))
     return await GoodTier.put(self, batch)
 
 
-# Draws differ between versions of hypothesis: mostly one of the first ten sequences shows the fault,
+# Draws differ between versions of hypothesis: usually one of the first ten sequences shows the fault,
 # sometimes the hundredth. The failing sequence is the last.
 ENOUGH = 1000
 
@@ -856,7 +856,7 @@ def kit(bad: type[GoodTier]) -> TierConformance:
 
 
 def run(suite: TierConformance, test: str, place: Path) -> None:
-    """Run one test of the kit, in each way where it has several."""
+    """Run one test of the kit, with each parameter if it has several."""
     function: Callable[..., None] = getattr(suite, f"test_{test}")
     parameters = [mark.args[1] for mark in getattr(function, "pytestmark", ()) if mark.name == "parametrize"]
     for number, parameter in enumerate(parameters[0] if parameters else [None]):
@@ -881,7 +881,7 @@ def _nothing_stored(monkeypatch):
 
 
 def _in_lanes() -> list[Any]:
-    """Return the bugs as parameters: each commit runs two for each test of the kit, ``nox -s full`` all."""
+    """Return the bugs as parameters: each commit runs two per test of the kit, ``nox -s full`` all."""
     so_far = Counter[str]()
     lanes = []
     for tier, test, words in CAUGHT:
@@ -906,7 +906,7 @@ def test_bad_tier_fails_matching_test(tier, test, words, tmp_path):
 
 
 def test_allowed_version_mix_passes(tmp_path):
-    suite = kit(StoresTornValues)  # caught without it, see there
+    suite = kit(StoresTornValues)  # the kit finds it without the name, see there
     type(suite).may_mix_versions = True
     run(suite, ONE_KEY, tmp_path)
 

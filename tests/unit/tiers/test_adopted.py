@@ -1,4 +1,4 @@
-"""Chunks of the engine before are verified in the background, in the tier process."""
+"""The tier process verifies chunks of the previous engine in the background."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ IDENTITY = Identity.make("model", {})
 
 @pytest.fixture
 def region() -> Iterator[Region]:
-    """Host memory with a chunk in each slot; slot 1 was damaged since."""
+    """Host memory with a chunk in each slot; slot 1 was damaged afterwards."""
     with Region.unnamed(SLOTS, mmap.PAGESIZE, slot_trailers_bytes(SLOTS)) as found:
         found.trailers.fill(range(SLOTS))
         for slot in range(SLOTS):

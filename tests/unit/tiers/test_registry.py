@@ -1,4 +1,4 @@
-"""Tiers of other distributions: found without importing, loaded one at a time, refused in words."""
+"""Tiers of other distributions: found without importing, loaded one at a time, refused with a clear error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deadlines, second attempts, and tiers that fail to open or to reset and come back, in virtual time."""
+"""Deadlines, second attempts, and tiers that fail to open or to reset and recover, in virtual time."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ async def test_outage_has_few_retries() -> None:
         assert {event.retry for event in events} == {"failed", "no_budget"}
 
 
-# --- what a transfer says of the tier --------------------------------------------------------------
+# --- a tier's health from its transfers ------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The seal: it proves whose bytes these are and that they are whole, and withstands anything."""
+"""The seal proves that bytes belong to a key and are complete; no input makes it raise."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAYLOAD = memoryview(bytes(range(256)) * 16)
 
 
 def resealed(trailer: bytearray) -> bytes:
-    """Mend the trailer's own checksum after a field was changed."""
+    """Fix the trailer's own checksum after a field was changed."""
     return bytes(trailer[:-4]) + struct.pack("<I", crc32c.crc32c(bytes(trailer[:-4])))
 
 

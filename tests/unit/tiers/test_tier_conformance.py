@@ -1,4 +1,4 @@
-"""kvtier's own tiers fulfil the contract that every tier has to."""
+"""kvtier's own tiers fulfil every tier's contract."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class TestFiles(TierConformance):
 
     @pytest.fixture
     def place(self, tmp_path: Path) -> Iterator[Path]:
-        """A root in memory, where flushing costs nothing."""
+        """A root in memory, where flushes cost nothing."""
         with tempfile.TemporaryDirectory(dir=MEMORY if os.access(MEMORY, os.W_OK) else tmp_path) as folder:
             yield Path(folder) / "root"
 

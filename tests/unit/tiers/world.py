@@ -1,4 +1,4 @@
-"""An executor with a test in the place of its owner, and tiers that do as they are told."""
+"""An executor with a test in place of its owner, and tiers with scripted answers."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Act = Callable[[], Any]
 
 
 def ends_of(events: Iterable[Event]) -> list[Ended]:
-    """Return the ends of puts and fetches among some events."""
+    """Return the ends of puts and gets among some events."""
     return [event for event in events if isinstance(event, PutEnded | GetEnded)]
 
 
 def now_s() -> float:
-    """Return the time of the loop, which may be a virtual one."""
+    """Return the loop's time, which may be virtual."""
     return asyncio.get_running_loop().time()
 
 
@@ -74,7 +74,7 @@ class World:
         tier: int = 0,
         located: bool = False,
     ) -> int:
-        """Get chunks; chunk ``n`` into slot ``30 + n`` unless other slots are named."""
+        """Get chunks; chunk ``n`` goes into slot ``30 + n`` unless other slots are named."""
         slots = [30 + number for number in numbers] if slots is None else list(slots)
         return self.submit(Get, tier, keys(numbers), slots, located)
 
@@ -93,7 +93,7 @@ class World:
                 await self._arrived.wait()
 
     async def ended(self, id_: int) -> Any:
-        """Wait for the end of a put or a fetch, and see that it is the only one."""
+        """Wait for the end of a put or a get, and check that it ends once."""
         await self.until(lambda: self.of(id_))
         (event,) = self.of(id_)
         return event
@@ -111,7 +111,7 @@ class World:
         return [(when, type(event)) for when, event in happened if isinstance(event, TierDown | TierUp)]
 
     async def hold(self, numbers: Sequence[int], tier: int = 0) -> None:
-        """Put chunks and see that they are kept."""
+        """Put chunks and check that they are stored."""
         ended = await self.ended(self.put(numbers, tier))
         assert list(ended.kept) == [True] * len(numbers), ended
 

@@ -1,4 +1,4 @@
-"""A root directory, tiers on it, and chunks whose bytes are known."""
+"""A root directory, tiers on it, and chunks with known bytes."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class World:
         lost: Callable[[str], None] = ignore,
         **settings: object,
     ) -> FsTier:
-        """Open a tier on the root; it is closed when the test ends."""
+        """Open a tier on the root; the fixture closes it when the test ends."""
         given = {"root_dir": self.root, "n_threads": 4, "min_free_bytes": 0, **settings}
         tier = FsTier(FsConfig.model_validate(given))
         await tier.open(TierContext("files", self.identity, self.chunk_bytes, removed, lost))
         self._opened.append(tier)
-        if until_counted:  # on a busy machine counting takes longer than an opening waits for it
+        if until_counted:  # on a busy machine a count takes longer than an opening waits for it
             await self.eventually(lambda: (usage := tier.usage()) and usage.used_bytes is not None)
         return tier
 
@@ -103,7 +103,7 @@ class World:
         return outcome
 
     def file(self, number: int, data_dir: str | None = None) -> Path:
-        """Where chunk ``number`` is documented to be."""
+        """The documented path of chunk ``number``."""
         digits = self.key(number)[:-4].hex()
         folder = self.root / (data_dir or f"{self.identity.namespace}_r0")
         return folder / digits[:3] / f"{digits[3:5]}_g{number % 3}" / f"{digits}.bin"
@@ -130,7 +130,7 @@ class World:
         return session
 
     async def bytes_below(self) -> int:
-        """Add up the root, by a walk that does not mind what vanishes meanwhile."""
+        """Add up the root with a walk that tolerates vanishing files."""
 
         return await anyio.to_thread.run_sync(tree_bytes, AT_FDCWD, str(self.root), StopFlag())
 
@@ -140,7 +140,7 @@ class World:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Path]:
-    """A directory in memory, where flushing costs nothing. Tests of direct I/O name one on a disk instead."""
+    """A directory in memory, where flushes cost nothing. Tests of direct I/O use one on a disk instead."""
     with tempfile.TemporaryDirectory(dir=MEMORY if os.access(MEMORY, os.W_OK) else tmp_path) as folder:
         yield Path(folder)
 
@@ -155,7 +155,7 @@ async def world(place: Path) -> AsyncIterator[World]:
 
 @pytest.fixture
 def gate(world: World) -> Iterator[Gate]:
-    """A gate, closed; open in the end, or the tiers' threads would never end."""
+    """A closed gate; the fixture opens it at the end, or the tiers' threads would never end."""
     made = Gate()
     yield made
     made.open()
@@ -171,7 +171,7 @@ def hung_count(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Mounts file systems in memory; skips where that is not allowed."""
+    """Mounts in-memory file systems; skips the test if mounting is not allowed."""
     points = (tmp_path / f"mounted{number}" for number in itertools.count())
     with ExitStack() as stack:
         yield lambda options: stack.enter_context(mounted_tmpfs(next(points), options))

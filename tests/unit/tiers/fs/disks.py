@@ -1,4 +1,4 @@
-"""File systems in images, mounted for one test. A test is skipped where none can be made or mounted."""
+"""File systems in images, each mounted for one test. The test is skipped if none can be made or mounted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-GOING_DOWN = 0x8004587D  # of xfs, and of ext4 as well
+GOING_DOWN = 0x8004587D  # for xfs and ext4
 WITHOUT_FLUSHING = 2
 IMAGE_BYTES = 320 * 2**20  # the minimum of mkfs.xfs; a sparse file
 _QUIET = {"ext4": ["-q", "-E", "lazy_itable_init=1,nodiscard"], "xfs": ["-q", "-K"], "btrfs": ["-q", "-K"]}
@@ -43,7 +43,7 @@ class Disk:
             os.close(fd)
 
     def limited(self, limit_bytes: int) -> Path:
-        """Return a new directory of a btrfs with a quota, which statvfs does not show."""
+        """Return a new directory on a btrfs with a quota that statvfs does not show."""
         folder = self.point / "limited"
         self._run("btrfs", "quota", "enable", str(self.point))
         self._run("btrfs", "subvolume", "create", str(folder))

@@ -26,7 +26,7 @@ class _Library:
 
 
 def patch_library(patch: pytest.MonkeyPatch, before: Callable[[], object], *names: str) -> None:
-    """Have ``before`` called in the same thread before some functions of the library."""
+    """Call ``before`` in the same thread before some functions of the library."""
     real: Any = native.library
     library = _Library(real)
 
@@ -41,10 +41,10 @@ def patch_library(patch: pytest.MonkeyPatch, before: Callable[[], object], *name
 
 
 class Gate:
-    """Holds up whoever comes to it while it is closed.
+    """Blocks callers while it is closed.
 
     Attributes:
-        entered: released by each.
+        entered: released by each caller.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Gate:
         self._open.set()
 
     def close(self) -> None:
-        """Hold up later callers."""
+        """Block later callers."""
         while self.entered.acquire(blocking=False):
             pass
         self._open.clear()

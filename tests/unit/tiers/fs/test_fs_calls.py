@@ -1,4 +1,4 @@
-"""System calls that fail under a tier, in C and in Python: a reason, and never another byte.
+"""System calls that fail under a tier, in C and in Python: a counted reason, and never a wrong byte.
 
 A small library in front of the C library makes calls fail: each call that the tier makes with each error
 that a disk or a network file system has (ESTALE: the server has forgotten a file), and then any of them

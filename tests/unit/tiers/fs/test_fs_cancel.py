@@ -1,4 +1,4 @@
-"""Cancellation: a put or a get that is cut short returns when nothing touches its slots any more."""
+"""Cancellation: an interrupted put or get returns only when nothing touches its slots any more."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def gated(gate, monkeypatch):
 
 
 async def _start(world, gate, verb):
-    """Have chunks there, and a put of others or a get of them waiting at the gate."""
+    """Put chunks; then block a put of other chunks, or a get, at the gate."""
     gate.open()
     tier = await world.open()
     await world.put(tier, range(8))
@@ -54,7 +54,7 @@ async def test_cancelled_transfer_awaits_jobs(world, gated, verb, times):
 async def test_close_ends_put(world, gate, monkeypatch):
     patch_library(monkeypatch, gate, "kvt_files_contains")
     tier = await world.open()
-    put = asyncio.create_task(world.put(tier, [1]))  # which looks for its file before it asks for room
+    put = asyncio.create_task(world.put(tier, [1]))  # it looks for its file before it reserves room
     await _entered(gate)
     closing = asyncio.create_task(tier.aclose())
     await anyio.wait_all_tasks_blocked()
@@ -75,4 +75,4 @@ async def test_hung_close_can_be_given_up(world, hung_count):
     assert scope.cancelled_caught
     assert world.writers() != []
     hung_count.open()
-    await world.eventually(lambda: world.writers() == [])  # all is closed when the disk answers
+    await world.eventually(lambda: world.writers() == [])  # everything is closed once the disk answers

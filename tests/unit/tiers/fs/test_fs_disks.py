@@ -30,22 +30,19 @@ OK, ABSENT, REFUSED, FAILED, CORRUPT = (
     Status.CORRUPT,
 )
 LOST = {"eio", "erofs"}  # errors of file systems that were shut down
-MAX_CHUNKS = 5000  # chunks, more than are put until a busy machine takes the disk away, and less than fill it
+MAX_CHUNKS = 5000  # chunks: more than fit before a busy machine takes the disk away, fewer than fill it
 
 
 @pytest.fixture
 def disk(tmp_path: Path, kind: str) -> Iterator[Disk]:
-    """A disk; the test is skipped where none can be mounted."""
+    """A disk; the test is skipped if none can be mounted."""
     made = Disk(tmp_path, kind)
     yield made
     made.close()
 
 
 async def put_until_it_fails(world, tier: FsTier, numbers: list[int], kept: set[int]) -> Counter[str]:
-    """Put chunks, a few at a time, and note in ``kept`` whose puts have ended well.
-
-    Returns why the others failed.
-    """
+    """Put chunks, a few at a time; record the stored ones in ``kept``. Return the reasons of failures."""
     reasons: Counter[str] = Counter()
     while numbers and not reasons:
         some, numbers[:] = numbers[:4], numbers[4:]
@@ -76,11 +73,11 @@ async def test_power_cut_keeps_durability(world, disk, monkeypatch, durability):
             tasks.start_soon(put)
         while len(kept) < enough:
             await anyio.lowlevel.checkpoint()
-        promised = sorted(kept)  # a flush that the shutdown overtakes may be told to have ended well
-        disk.lose_power()  # not in a thread: before that came all could be done
+        promised = sorted(kept)  # a flush that the shutdown overtakes may report success
+        disk.lose_power()  # not in a thread: everything could be finished before it starts
     begun = MAX_CHUNKS - len(numbers)
     assert numbers, "the disk was lost when all was done"
-    assert all(set(found) <= LOST and found for found in reasons), reasons  # each writer was told why
+    assert all(set(found) <= LOST and found for found in reasons), reasons  # each writer gets the reason
     gone = await world.get(tier, range(begun))
     assert set(gone.statuses) <= {OK, ABSENT, FAILED}
     assert set(gone.reasons) <= LOST
@@ -89,7 +86,7 @@ async def test_power_cut_keeps_durability(world, disk, monkeypatch, durability):
 
     disk.mount()
     tier = await world.open(**settings)
-    statuses = (await world.get(tier, range(begun))).statuses  # which looks at the bytes
+    statuses = (await world.get(tier, range(begun))).statuses  # it checks the bytes
     assert set(statuses) <= ({OK, ABSENT, CORRUPT} if durability == "none" else {OK, ABSENT})
     quarantined = await anyio.to_thread.run_sync(world.quarantined)
     assert len(quarantined) == statuses.count(CORRUPT)

@@ -1,4 +1,4 @@
-"""Making room: the order of eviction, its exceptions, and which process evicts."""
+"""Eviction: the order, its exceptions, and the process that evicts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def set_times(path, written_ago_s, used_ago_s=None):
 
 @pytest.fixture
 def evictor(world):
-    """Makes room below the world's root, and keeps what it was told in ``gone``."""
+    """Makes room below the world's root, and records the evicted chunks in ``gone``."""
     world.root.mkdir(exist_ok=True)
     root_fd = os.open(world.root, os.O_RDONLY)
     gone: list[str] = []
@@ -50,7 +50,7 @@ def evictor(world):
 
 
 async def filled(world, ages_s, **settings):
-    """Put chunk n, written so long ago and last used so long ago."""
+    """Put chunk n with these ages of its write and its last use."""
     tier = await world.open(**settings)
     await world.put(tier, range(len(ages_s)))
     for number, (written, used) in enumerate(ages_s):
@@ -62,13 +62,13 @@ def class_of(path):
     found = path.stat()
     if found.st_atime_ns <= found.st_mtime_ns:
         return 0
-    if found.st_mode & 0o077:  # the mode of a file system that has one for all files
+    if found.st_mode & 0o077:  # the mode on a file system that gives all files one mode
         return 1
     return 1 + bool(found.st_mode & stat.S_ISVTX) + 2 * bool(found.st_mode & stat.S_IXUSR)
 
 
 def first_level(world):
-    """The directories that scans are made of, relative to the root."""
+    """The directories that a scan lists, relative to the root."""
     data_dir = f"{world.identity.namespace}_r0"
     return [f"{data_dir}/{name}" for name in sorted(os.listdir(world.root / data_dir))]
 
@@ -93,7 +93,7 @@ async def test_reused_count_from_last_use(world, evictor):
 
 async def test_orphans_go_first(world, evictor):
     tier = await filled(world, [(HOUR, None)] * 4)
-    await world.until_listed(tier)  # so it has swept, and does no more
+    await world.until_listed(tier)  # so it has swept, and does nothing more
     orphan = world.root / "model_0123456789abcdef_r0" / "abc" / "de_g0" / "abcdef.bin"
     orphan.parent.mkdir(parents=True)
     orphan.write_bytes(bytes(50_000))
@@ -109,7 +109,7 @@ async def test_orphans_go_first(world, evictor):
     assert world.quarantined() == []
     assert evicted.chunks == 0
     assert evicted.leftover_bytes >= 150_000
-    assert left(world, 4) == [0, 1, 2, 3]  # of an epoch that is behind, but in use
+    assert left(world, 4) == [0, 1, 2, 3]  # of an older epoch that is in use
     assert (await world.get(tier, [1])).statuses == (OK,)
 
 
@@ -124,7 +124,7 @@ async def test_concurrent_removals_count_once(world):
     removed = []
 
     def remove():
-        with suppress(FileNotFoundError):  # the other one was through before this one began
+        with suppress(FileNotFoundError):  # the other remover finished before this one started
             removed.append(tree_remove(root_fd, "tree", StopFlag()))
 
     try:
@@ -167,12 +167,12 @@ async def test_sample_is_enough(world, evictor, monkeypatch):
     await filled(world, [(60 * (number + 1), None) for number in range(400)])
     one = world.file(0).stat().st_blocks * 512
     need = 80 * one
-    while need > 0:  # as maintenance does: a poor sample may leave a little to be done
+    while need > 0:  # as maintenance does: a poor sample may leave a little work
         evicted = await anyio.to_thread.run_sync(evictor.make_room, need)
         assert evicted.chunk_bytes
         need -= evicted.chunk_bytes
     stayed = left(world, 400)
-    assert 300 <= len(stayed) <= 365  # most chunks are alone in two directories, which go as well
+    assert 300 <= len(stayed) <= 365  # most chunks are alone in two directories, which are removed, too
     assert set(range(200)) <= set(stayed)  # the younger half is safe even from a poor sample
 
 
@@ -257,7 +257,7 @@ async def test_scan_obeys_name_limit(world, monkeypatch):
 async def put_batches(world, tier, first, count, batch, outcomes):
     for start in range(first, first + count, batch):
         outcomes.append(await world.put(tier, range(start, start + batch)))
-        if start - first < 8:  # a burst may be over within one tick of the clock that file times are of
+        if start - first < 8:  # a burst may end within one tick of the file times' clock
             for number in range(start, start + batch):
                 with suppress(FileNotFoundError):
                     os.utime(world.file(number), (1e9, 1e9))
@@ -265,7 +265,7 @@ async def put_batches(world, tier, first, count, batch, outcomes):
 
 @pytest.mark.parametrize(("engines", "puts_at_once"), [(1, 4), (3, 2)])
 async def test_burst_keeps_the_last(world, engines, puts_at_once):
-    """A put that finds no room waits for it, for a part of its deadline, wherever room is made."""
+    """A put without room waits part of its deadline for it, wherever the room is made."""
     chunks, file_bytes = 24, world.chunk_bytes + 4 * 4096
     settings = {"max_bytes": chunks * file_bytes, "deadline_s": 100.0}  # a machine may be busy
     tiers = [await world.open(**settings) for _ in range(engines)]
@@ -310,7 +310,7 @@ async def test_hopeless_put_does_not_wait(world):
 
 @pytest.mark.parametrize("is_on_disk", [False, True])
 async def test_accounts_match_disk(world, is_on_disk, tmp_path):
-    """On each kind of file system: in some a small directory takes a block, in others none."""
+    """On each kind of file system: small directories take a block on some, none on others."""
     if is_on_disk:
         world.root = tmp_path / "root"
     tier = await world.open(max_bytes=10**9)
@@ -328,11 +328,11 @@ async def test_unused_for_ttl_leave(world):
     assert (await world.get(tier, range(4))).statuses == (ABSENT, OK, ABSENT, OK)
 
 
-NO_TIMES = (2**33, 2**34 - 1, 2**50)  # a file system may keep a nearer one
+NO_TIMES = (2**33, 2**34 - 1, 2**50)  # a file system may keep a nearer time
 
 
 async def times_that_no_clock_shows(world):
-    """The nanoseconds of a time after 2262 have 65 bits."""
+    """The nanoseconds of a time after 2262 need 65 bits."""
     tier = await filled(world, [(0, None)] * 3)
     for number, when_s in enumerate(NO_TIMES):
         os.utime(world.file(number), (when_s, when_s))
@@ -341,7 +341,7 @@ async def times_that_no_clock_shows(world):
 
 @pytest.mark.parametrize("ttl_s", [1e18, 1e300, float("inf")])
 async def test_endless_ttl_keeps_all(world, evictor, ttl_s):
-    """The microseconds of a very long one have 65 bits."""
+    """The microseconds of a very long duration need 65 bits."""
     tier = await times_that_no_clock_shows(world)
     await anyio.to_thread.run_sync(evictor.expire, ttl_s)
     assert list((await world.get(tier, range(3))).statuses) == [OK] * 3
@@ -406,7 +406,7 @@ async def test_use_count_never_falls(world):
 
 
 async def test_unpublished_read_is_no_use(world, monkeypatch):
-    """As most mounts would have it, with relatime: one use would count as two."""
+    """With relatime, the default of most mounts, one use would count as two."""
     monkeypatch.setattr(maintenance, "TICK_S", 1000.0)
     tier = await filled(world, [(2 * HOUR, 3 * HOUR)])
     before = world.file(0).stat().st_atime_ns
@@ -526,7 +526,7 @@ def worth_at(seen, class_, age_s):
 
 
 def test_hottest_stay_at_any_age():
-    """A file says when its chunk was used first in an interval, and it is used every 10 s."""
+    """The file records its chunk's first use in each interval; the chunk is used every 10 s."""
     clock = Clock()
     seen = uses.Uses(clock)
     seen.room = 20_000

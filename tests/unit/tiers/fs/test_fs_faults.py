@@ -1,4 +1,4 @@
-"""File systems that fail in every way: a reason that is counted, never an exception or a wrong byte."""
+"""File systems that fail in every way: a counted reason, never an exception or a wrong byte."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def test_foreign_files_shrink_tier(world, mounted, monkeypatch):
         return found.f_bavail * found.f_frsize >= 2_000_000
 
     await world.eventually(has_made_room)
-    await world.eventually(lambda: tier.statistics().used_bytes < held)  # counted when it has left
+    await world.eventually(lambda: tier.statistics().used_bytes < held)  # counted once it has left
     there = [number for number in range(100) if world.file(number).exists()]
     assert set((await world.get(tier, there)).statuses) <= {OK, ABSENT}
 
@@ -91,7 +91,7 @@ async def test_removed_root_misses(world, monkeypatch):
 async def test_failed_lookup_is_a_failure(world):
     tier = await world.open()
     data = world.root / world.session(tier).epoch.place.data_dir
-    data.symlink_to(data.name)  # ELOOP for each file, as EIO and EACCES of a disk that fails
+    data.symlink_to(data.name)  # ELOOP for each file stands for EIO and EACCES of a failing disk
     with pytest.raises(TierError, match="2 of 2 lookups failed: eloop"):
         await tier.contains(world.keys(range(2)))
 
@@ -101,21 +101,21 @@ async def test_anything_may_be_removed(world, monkeypatch):
     tier = await world.open(max_bytes=10**9)
     for round_ in range(3):
         await world.put(tier, range(10))
-        for number, path in enumerate(world.root.iterdir()):  # at once, whoever is writing in it
+        for number, path in enumerate(world.root.iterdir()):  # at once, even during writes
             shutil.rmtree(path.rename(world.root.with_name(f"removed-{round_}-{number}")))
         assert (await world.get(tier, range(10))).statuses == (ABSENT,) * 10
-        with anyio.fail_after(20):  # a new ledger is counted first
+        with anyio.fail_after(20):  # a new ledger needs a count first
             while (await world.put(tier, range(10))).statuses != (OK,) * 10:  # noqa: ASYNC110
                 await anyio.sleep(0.005)
         assert (await world.get(tier, range(10))).statuses == (OK,) * 10
 
 
 async def test_no_descriptors_end_count(world):
-    """A count that lacks what could not be opened would let puts exceed the bound."""
+    """A count without the unopened directories would let puts exceed the bound."""
     await world.put(await world.open(), range(4))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     root_fd = os.open(world.root, os.O_RDONLY)
-    held = [os.dup(root_fd) for _ in range(256)]  # no number below is free
+    held = [os.dup(root_fd) for _ in range(256)]  # no lower descriptor is free
     resource.setrlimit(resource.RLIMIT_NOFILE, (held[-1] + 2, hard))
     try:
         with pytest.raises(OSError, match="Too many open files"):

@@ -1,4 +1,4 @@
-"""Files that are not what was put: never given, quarantined, counted, told once."""
+"""Files with other bytes than the put's: never returned, quarantined, counted, reported once."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def _truncate(path, length):
         file.truncate(length)
 
 
-# Ways to damage the file of chunk 1, which holds this many bytes, and the reason that each must get. More are
-# in the fuzzer's corpus.
+# Ways to damage the file of chunk 1, which holds this many bytes, with the expected reason. More are in the
+# fuzzer's corpus.
 DAMAGES = {
     "first byte": (lambda world, file, size: flip(file, 0), "checksum"),
     "trailer's key": (lambda world, file, size: flip(file, size + 45), "torn"),
@@ -122,7 +122,7 @@ async def test_full_quarantine_moves_nothing(world, caplog):
 
 
 async def test_replaced_file_stays(world):
-    """A reader found a bad file; before it can be moved another engine has put a good one."""
+    """A reader found a bad file; another engine puts a good one before the reader can move it."""
     tier = await world.open()
     await world.put(tier, [1])
     root_fd = os.open(world.root, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""Writers that are killed at random points: no wrong byte, nothing left over, the bound kept throughout."""
+"""Writers killed at random points: no wrong byte, no leftovers, the bound always kept."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHUNK_BYTES = 16_384
 NUMBERS = 400
 MAX_BYTES = 3_000_000  # less than half of the writers' chunks, so that they also evict
 
-# One process without threads forks writers and kills them: none of them imports anything again.
+# One process without threads forks writers and kills them: no writer imports anything again.
 DRIVER = """
 import asyncio, os, random, signal, sys, time, traceback
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A root whose path now names another directory: only then the tier asks to be reopened."""
+"""A root whose path now names another directory: only then does the tier ask to be reopened."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def told():
 
 @pytest.fixture
 def looks(monkeypatch):
-    """Has tiers look often; waits for some looks that begin after it is called."""
+    """Makes tiers check often; waits for several checks that start after the call."""
     monkeypatch.setattr(maintenance, "TICK_S", 0.01)
-    monkeypatch.setattr(_namespace, "_FIRST_TRY_PAUSE_S", 0.0)  # and so none of the pauses that follow
+    monkeypatch.setattr(_namespace, "_FIRST_TRY_PAUSE_S", 0.0)  # so there are no later pauses either
     looked, is_replaced = threading.Semaphore(0), OpenNamespace.is_replaced
 
     def counted(namespace):
@@ -52,7 +52,7 @@ def looks(monkeypatch):
 
 @pytest.fixture
 async def tier(world, told, looks):
-    """A tier that looks often."""
+    """A tier that checks its root often."""
     return await world.open(lost=told.append, max_bytes=2**50)
 
 

@@ -107,7 +107,7 @@ async def test_read_only_ledger_is_read(world, frozen_ledger, monkeypatch, caplo
         return try_to_write(*args)
 
     monkeypatch.setattr(OpenNamespace, "try_to_write", counted)
-    for _ in range(2):  # it is reopened repeatedly while another problem lasts
+    for _ in range(2):  # the tier is reopened repeatedly while another problem lasts
         tier = await world.open(lost=lost.append)
         assert (await world.get(tier, [1, 2])).statuses == (OK, ABSENT)
         outcome = await world.put(tier, [2])
@@ -130,7 +130,7 @@ async def test_read_only_ledger_is_read(world, frozen_ledger, monkeypatch, caplo
 
 @pytest.mark.parametrize(("number", "evicts"), [(errno.EROFS, False), (errno.EDQUOT, True)])
 async def test_powerless_never_evict(world, monkeypatch, number, evicts):
-    """A root without room is what eviction is for, though nothing can be written there."""
+    """Eviction must handle a full root, although no write succeeds there."""
     monkeypatch.setattr(maintenance, "TICK_S", 0.01)
     tier = await world.open()
     await world.put(tier, range(8))
@@ -172,7 +172,7 @@ async def test_empty_read_only_is_refused(world, mounted):
 
 
 async def test_missing_direct_io_is_refused(world, monkeypatch):
-    monkeypatch.setattr(os, "O_DIRECT", os.O_DIRECTORY)  # opening a file fails then, as without direct I/O
+    monkeypatch.setattr(os, "O_DIRECT", os.O_DIRECTORY)  # opening a file fails, as without direct I/O
     with pytest.raises(TierError, match="direct_io is 'always'"):
         await world.open(direct_io="always")
     opened = [os.path.realpath(fd) for fd in Path("/proc/self/fd").iterdir()]
@@ -183,7 +183,7 @@ async def test_missing_direct_io_is_refused(world, monkeypatch):
 
 @pytest.fixture
 def mount_as(world, monkeypatch, tmp_path):
-    """Have the root on a file system of a type; None: of one that is not listed."""
+    """Mount a file system type at the root; None: a type that is not listed."""
 
     def mount(kind):
         with world.root.parent.joinpath("file").open("w") as file:
@@ -201,7 +201,7 @@ def mount_as(world, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("kind", ["nfs4", "cifs", "9p", "lustre", "gpfs", "wekafs", "beegfs", "ceph", None])
 async def test_no_read_outlives_its_process(world, mount_as, kind):
-    """A server that answers late would overwrite the chunk that has the slot by then."""
+    """A late answer of a server would overwrite the chunk that has the slot by then."""
     mount_as(kind)
     tier = await world.open(direct_io="auto")
     assert tier.statistics().direct_io is False
@@ -235,7 +235,7 @@ async def test_concurrent_resets_differ(world, monkeypatch):
 
 @pytest.mark.parametrize(
     "text", [None, "", "0\n", "1\n\n", "9" * 16 + "\n", "1 00000000\n"]
-)  # the rest is fuzzed
+)  # the fuzzer covers the rest
 async def test_lost_epoch_is_never_old(world, text):
     tier = await world.open()
     await tier.reset()
@@ -300,7 +300,7 @@ async def test_unstored_reset_survives(world):
 
 @pytest.mark.parametrize("removed", ["root", "cache"])
 async def test_epoch_of_reset_is_unique(world, removed):
-    """Two engines may have other weights each; the first does not notice at once that its files are gone."""
+    """Two engines may have different weights; the first does not notice at once that its files are gone."""
     tier = await world.open()
     await tier.reset()
     for path in list(world.root.iterdir()):
@@ -321,7 +321,7 @@ async def test_epoch_of_reset_is_unique(world, removed):
 @pytest.mark.parametrize("times", [1, 100])
 @pytest.mark.parametrize("is_over", [False, True], ids=["under way", "over"])
 async def test_swept_new_writer_retries(world, monkeypatch, times, is_over):
-    """Between the making of its lock file and the locking another engine's sweep can get the lock."""
+    """Another engine's sweep can lock a new lock file before its creator does."""
     swept: list[int] = []
 
     def make_and_sweep(root_fd, path):

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class Pool:
-    """A pool whose work is done in Python: it waits at a gate, and is noted."""
+    """A pool whose work runs in Python: it waits at a gate, and is recorded."""
 
     def __init__(self, readers, writers):
         assert native.library is not None
@@ -63,7 +63,7 @@ class Pool:
         while len(found) < count:
             assert select.select([descriptor], [], [], 20)[0]
             got = self.holding.kvt_pool_ended(self.address, *addresses, 64)
-            assert got < 64  # else there may be more, and the descriptor does not tell of them
+            assert got < 64  # with 64, more may remain, and the descriptor does not signal them
             found += zip(tokens[:got], sums[:got], strict=True)
         assert not select.select([descriptor], [], [], 0)[0]
         return found
@@ -109,7 +109,7 @@ def test_look_ups_precede_reads(make_pool):
         pool.submit("get", reading=1, gate=getting)
     pool.submit("look up", reading=2)
     gate.set()
-    pool.wait_for(lambda names: "look up" in names)  # both threads hang in gets where these go first
+    pool.wait_for(lambda names: "look up" in names)  # if gets go first, both threads hang in gets
     getting.set()
     pool.ended(7)
 
@@ -126,7 +126,7 @@ def test_reads_precede_writes(make_pool):
     for _ in range(4):
         pool.submit("read", reading=True)
     gate.set()
-    # One writer, or two, went on writing: they hang, and with them all threads where writes go first.
+    # One or two writers went on to hanging writes. If writes went first, all threads would hang.
     pool.wait_for(lambda names: names.count("read") == 4 and "write" in names)
     writing.set()
     pool.ended(11)
@@ -164,7 +164,7 @@ def test_endless_reads_allow_writes(make_pool):
     pool.submit("write", reading=False)
     gate.set()
     pool.ended(43)
-    assert "write" in pool.names()[:-1]  # the writer is in no hurry, but does not wait for all reads
+    assert "write" in pool.names()[:-1]  # the writer can wait, but not for all reads
 
 
 def test_close_finishes_jobs(make_pool):

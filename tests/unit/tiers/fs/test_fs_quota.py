@@ -1,4 +1,4 @@
-"""A quota of the file system that statvfs does not show: chunks leave for new ones, and the log names it."""
+"""A file system quota that statvfs does not show: chunks make room for new ones, and the log names it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def test_roomless_reset_lowers_limit(world, monkeypatch):
 
 
 async def test_full_quota_opener_makes_room(world, monkeypatch):
-    """The one that filled it is gone, and the new model has no directory yet."""
+    """The engine that filled it is gone, and the new model has no directory yet."""
     monkeypatch.setattr(maintenance, "TICK_S", 0.05)
     world.chunk_bytes = 65_536
     tier = await world.open(max_bytes=2**50, eviction="none")

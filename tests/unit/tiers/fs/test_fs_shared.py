@@ -1,4 +1,4 @@
-"""One root, several engines: one budget, one ledger that may be lost, and no work done twice."""
+"""One root, several engines: one budget, one ledger that may be lost, and no duplicate work."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def test_engines_fill_one_bound(world):
 
 
 async def test_simultaneous_puts_count_once(world):
-    """Else engines that put the same chunks at once would evict chunks to make room for nothing."""
+    """Otherwise engines that put the same chunks at once would evict chunks needlessly."""
     world.chunk_bytes = 131_072
     tiers = [await world.open(max_bytes=10**9) for _ in range(4)]
     drift = accounts_of(world).used - await world.bytes_below()
@@ -89,7 +89,7 @@ async def test_restart_knows_size(world, hung_count):
     hung_count.close()
     tier = await world.open(until_counted=False, max_bytes=400_000, eviction="none")
     assert tier.statistics().used_bytes == used
-    assert used >= held - 4096 - 4096  # the ledger and its directory came after the count
+    assert used >= held - 4096 - 4096  # the ledger and its directory were created after the count
     outcome = await world.put(tier, range(100, 140))
     assert outcome.reasons["max_bytes"] >= 30
 
@@ -143,7 +143,7 @@ async def test_ledger_loss_is_harmless(world, monkeypatch, loss):
     elif loss == "ledger":
         (folder / "ledger").unlink()
     else:
-        shutil.rmtree(folder.rename(world.root.with_name("removed")))  # at once, whoever is writing in it
+        shutil.rmtree(folder.rename(world.root.with_name("removed")))  # at once, even during writes
     for number, tier in enumerate(tiers):
         statuses = (await world.put(tier, range(100 * number, 100 * number + 60))).statuses
         assert set(statuses) <= {OK, REFUSED}
@@ -189,7 +189,7 @@ async def test_count_leaves_no_hole(world, monkeypatch, remove):
     assert accounts_of(world).used >= await world.bytes_below()
     monkeypatch.setattr(maintenance, "TICK_S", 0.02)
     await world.open(max_bytes=600_000, recount_s=0.05)
-    with anyio.fail_after(30):  # its sweep goes on removing files until one of its counts agrees
+    with anyio.fail_after(30):  # its sweep continues to remove files until one of its counts agrees
         while accounts_of(world).used != await world.bytes_below():  # noqa: ASYNC110 - as in ``eventually``
             await anyio.sleep(0.005)
 
@@ -200,7 +200,7 @@ def die_with_a_lease(world, nbytes):
         one = ledger.SharedLedger(root_fd, lambda: FileSystem(10**12, 0, 10**12))
         with one.change() as accounts:
             accounts.leases[one.writer] = nbytes
-        one._unregister()  # as the kernel does it, without giving back
+        one._unregister()  # as the kernel closes it, without a release
     finally:
         os.close(root_fd)
     return one.writer
@@ -208,7 +208,7 @@ def die_with_a_lease(world, nbytes):
 
 @pytest.mark.parametrize("ends_meanwhile", [False, True], ids=["found at the start", "found by a tick"])
 async def test_dead_leases_evict_nothing(world, monkeypatch, ends_meanwhile):
-    """As engines leave it that crash again and again, each with the lease of a batch."""
+    """Engines that crash repeatedly leave this, each with the lease of a batch."""
     monkeypatch.setattr(maintenance, "TICK_S", 0.05)
     tier = await world.open(max_bytes=1_000_000)
     await world.put(tier, range(20))
@@ -227,7 +227,7 @@ async def test_dead_leases_evict_nothing(world, monkeypatch, ends_meanwhile):
 async def test_stopped_lock_holder_fails_puts(world, monkeypatch):
     tier = await world.open(max_bytes=10**9)
     await world.put(tier, [1])
-    await world.eventually(lambda: not world.session(tier).quota.has_news)  # nothing is leased ahead any more
+    await world.eventually(lambda: not world.session(tier).quota.has_news)  # no lease ahead remains
     with monkeypatch.context() as patch, (world.root / ".kvtier" / "ledger").open("rb") as file:
         patch.setattr(ledger, "_PATIENCE_S", 0.05)
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -268,7 +268,7 @@ async def test_lockless_is_read_only(world, monkeypatch, caplog):
 
 
 async def test_nfs_locks_open_for_writing(world, monkeypatch):
-    """There an exclusive lock of a file that is open for reading only fails with EBADF: see flock(2)."""
+    """There an exclusive lock of a read-only descriptor fails with EBADF: see flock(2)."""
     flock = fcntl.flock
 
     def as_on_nfs(fd, operation):

@@ -1,4 +1,4 @@
-"""The bounds: they hold from the first put on, whoever else writes, and say why."""
+"""The bounds hold from the first put on, regardless of other writers, and state the reason."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Disk:
 
 
 def put(disk, space, chunks):
-    """Reserve, write and settle. Returns how many were granted and why not more."""
+    """Reserve, write and settle. Return the number of granted chunks and the reason for the rest."""
     granted, reason = space.reserve(chunks)
     disk.write(granted * FILE)
     space.end_reservation(granted, granted * FILE)
@@ -148,7 +148,7 @@ def test_refused_write_lowers_limit(monkeypatch):
     space = disk.space(max_bytes=10**8)
     space.count(lambda: 0)
     put(disk, space, 640)
-    assert not space.lower_limit(("another", 0))  # room was made while the write ran
+    assert not space.lower_limit(("another", 0))  # room was freed during the write
     assert space.limit == 10**8
     assert space.lower_limit(space.accounts.removals)
     assert (space.limit, space.excess) == (64_000, 4480)
@@ -168,7 +168,7 @@ def test_refused_write_lowers_limit(monkeypatch):
     [(100, 6, False), (100, 7, True), (10**6, 64, False), (10**6, 65, True), (0, 0, True)],
 )
 def test_no_inodes_is_no_room(monkeypatch, files, left, is_free):
-    """A chunk may need directories, too: with one inode left no put would end, and none make room."""
+    """A chunk may need directories, too: with one inode left no put would succeed, and none make room."""
     found = SimpleNamespace(
         f_frsize=4096, f_blocks=100, f_bfree=50, f_bavail=50, f_files=files, f_favail=left
     )
@@ -230,7 +230,7 @@ def test_bound_holds_on_petabytes(tmp_path):
 
 
 def test_refused_leases_nothing_ahead():
-    """Else others would take it to be writing, and evict for it again and again."""
+    """Otherwise other writers would believe that it writes, and evict for it again and again."""
     disk = Disk(free=10**9)
     space = disk.space(max_bytes=100 * FILE + 99)
     space.count(lambda: 99 * FILE)

@@ -13,7 +13,7 @@ from kvtier.errors import TierError
 from kvtier.tiers import Status
 from kvtier.tiers.fs import FsTier
 
-pytestmark = pytest.mark.timeout(60)  # a FIFO holds up for ever who opens it as if it were a file
+pytestmark = pytest.mark.timeout(60)  # opening a FIFO as a file blocks forever
 OK = Status.OK
 
 
@@ -63,7 +63,7 @@ async def test_as_epoch_hides_or_refuses(world, replace):
     await tier.aclose()
     epoch = world.namespace / "epoch"
     replace(epoch)
-    if epoch.is_dir():  # which is not removed for a file
+    if epoch.is_dir():  # no write removes it
         with pytest.raises(TierError, match="eisdir"):
             await world.open()
         return

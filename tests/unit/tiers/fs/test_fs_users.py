@@ -47,7 +47,7 @@ asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2]), range(first, last), there)
 
 
 def run_as(user: int, root: Path, first: int, last: int) -> None:
-    """Open a tier as a user of the group, put chunks, and get some that are there."""
+    """Open a tier as a user of the group, put chunks, and get some existing ones."""
     arguments = [str(root), str(user), str(first), str(last), str(GROUP)]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[4])}
     command = [sys.executable, "-c", PROGRAM, *arguments]
@@ -58,7 +58,7 @@ def run_as(user: int, root: Path, first: int, last: int) -> None:
 
 @pytest.fixture
 def root(place: Path) -> Path:
-    """A root as a volume with an ``fsGroup`` has it."""
+    """A root as in a volume with an ``fsGroup``."""
     place.chmod(0o755)
     made = place / "root"
     made.mkdir()

@@ -1,4 +1,4 @@
-"""The threads of the file tier outlive what fails in them."""
+"""The file tier's threads survive failures of their work."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ async def test_failed_flush_allows_puts(world, monkeypatch):
     tier = await world.open(max_bytes=2**50)
     monkeypatch.setattr(Quota, "flush", fail)
     number = 10
-    while not failed.is_set():  # reports of a tick meanwhile are not flushed
+    while not failed.is_set():  # reports of a concurrent tick are not flushed
         assert (await world.put(tier, [number := number + 1])).statuses == (Status.OK,)
         await anyio.sleep(0.01)
-    # The lease ahead is given back: the next put asks the thread.
+    # The lease ahead is returned: the next put asks the thread.
     await anyio.to_thread.run_sync(world.session(tier).quota.refresh)
     assert (await world.put(tier, [2])).statuses == (Status.OK,)
     monkeypatch.undo()
