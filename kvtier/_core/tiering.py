@@ -175,7 +175,7 @@ class Tiering:
             elif request.is_waiting:
                 self.promotions.promote_wanted(request, now_s)
         for request in self.holds.awaiting:
-            if request.held and request.awaits_any:  # it began to in this round, as no tier could be asked
+            if request.held and request.awaits_any:  # the rest may never come
                 self.holds.release(request)
 
     def _drop_released(self) -> None:

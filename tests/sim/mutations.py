@@ -137,8 +137,8 @@ MUTATIONS = (
     ),
     Mutation(
         "held_while_another_engine_computes",
-        "kvtier._core.promotion.waits:Waits.follow",
-        (("if request.held:", "if False:"),),
+        "kvtier._core.tiering:Tiering._promote",
+        (("if request.held and request.awaits_any:", "if False:"),),
     ),
     Mutation(
         "reset_does_not_reach_fetches",

@@ -163,10 +163,7 @@ class Waits:
             self._holds.leave_line(request, wait.until_s)
 
     def follow(self, now_s: float, ask: Ask) -> list[Request]:
-        """Ask again where that is due; return the requests for which something may be promoted now.
-
-        Chunks held for requests that go on waiting are unpinned, since the rest may never come.
-        """
+        """Ask again where that is due; return the requests for which something may be promoted now."""
         news: list[Request] = []
         due: list[Request] = []
         for request in list(self._holds.awaiting):
@@ -176,8 +173,6 @@ class Waits:
                 news.append(request)
             if wait is None or not wait.keys:
                 continue
-            if request.held:
-                self._holds.release(request)
             if wait.again_s <= now_s < wait.ends_s:
                 due.append(request)
             elif wait.again_s <= now_s:
