@@ -32,7 +32,6 @@ class Plan:
         self._engines: dict[int, _Engine] = {}
         self._tier: set[Key] = set()
         self._uses: Counter[Key] = Counter()
-        self._ends: Counter[Key] = Counter()  # prompts by their last chunk
         for each in life.rounds:
             self._round(each)
 
@@ -47,6 +46,9 @@ class Plan:
             self._tier.clear()
         if each.before in ("reset", "restart", "kill"):
             engine.host.clear()
+        if each.before in ("restart", "kill"):
+            engine.uses.clear()
+            engine.ends.clear()
         if each.before in ("forget", "reset", "restart", "kill"):
             engine.device.clear()
         for ask in each.asks:
@@ -68,15 +70,16 @@ class Plan:
             engine.host.add([key])
         engine.device.add(keys)
         self._uses.update(keys)
+        engine.uses.update(keys)
         if not ask.more:
             self._store(engine, keys)
 
     def _store(self, engine: _Engine, keys: Sequence[Key]) -> None:
         threshold = self._case.settings.get("store_threshold", 1)
-        self._ends.update(keys[-1:])
-        if self._case.model.groups > 1 and any(self._ends[key] < threshold for key in keys[-1:]):
+        engine.ends.update(keys[-1:])
+        if self._case.model.groups > 1 and any(engine.ends[key] < threshold for key in keys[-1:]):
             return  # vLLM offers windows only at a prompt's end
-        stored = [key for key in keys if self._uses[key] >= threshold]
+        stored = [key for key in keys if engine.uses[key] >= threshold]
         if self._case.leaves_no_hit(len(stored)):
             engine.host.clear()
             return
@@ -86,11 +89,15 @@ class Plan:
 
 
 class _Engine:
+    """The caches of an engine, and the uses that it counts for ``store_threshold``."""
+
     def __init__(self, case: Case) -> None:
         chunk_blocks, groups = case.chunk_tokens // case.block_tokens, case.model.groups
         blocks = case.arguments.get("num_gpu_blocks_override", 80) * case.arguments.get(
             "enable_prefix_caching", True
         )
+        self.uses: Counter[Key] = Counter()
+        self.ends: Counter[Key] = Counter()  # prompts by their last chunk
         self.device, self.host = _Cache(blocks // chunk_blocks // groups), _Cache(case.host_chunks // groups)
 
 
