@@ -101,7 +101,7 @@ class Tiering:
             return None
         if key == request.first:
             if request.round is not self._round:
-                request.round = self._round
+                request.round, request.is_repeated = self._round, True
                 self._asked.append(request)
             return _RETRY
         if request.round is not self._round:

@@ -163,16 +163,21 @@ class Waits:
             self._holds.leave_line(request, wait.until_s)
 
     def follow(self, now_s: float, ask: Ask) -> list[Request]:
-        """Ask again where that is due; return the requests for which something may be promoted now."""
+        """Ask again where that is due; return the requests for which something may be promoted now.
+
+        Chunks held for requests that go on waiting are unpinned: their next chunks, too, need the budget.
+        """
         news: list[Request] = []
         due: list[Request] = []
         for request in list(self._holds.awaiting):
             wait = request.wait
-            if wait is None or not request.answers_stand or not wait.keys:
+            if wait is None or request.has_news or not wait.keys:
                 self.update(request, now_s)
                 news.append(request)
             if wait is None or not wait.keys:
                 continue
+            if request.held:
+                self._holds.release(request)
             if wait.again_s <= now_s < wait.ends_s:
                 due.append(request)
             elif wait.again_s <= now_s:
