@@ -174,9 +174,7 @@ class Tiering:
                 self.promotions.locate_wanted(request, now_s)
             elif request.is_waiting:
                 self.promotions.promote_wanted(request, now_s)
-        for request in self.holds.awaiting:
-            if request.held and request.awaits_any:  # the rest may never come
-                self.holds.release(request)
+        self.holds.release_awaiting()  # those too that began to in this round
 
     def _drop_released(self) -> None:
         if released := self.priorities.released():

@@ -110,12 +110,13 @@ class Holds:
         self._shared.table.unpin(gone)
         self.free_budget(gone)
 
-    def release(self, request: Request) -> None:
-        """Unpin what is held for a request that awaits chunks."""
-        if request.wait is not None:
-            wanted = set(request.wanted)
-            request.wait.leading += sum(chunk.key not in wanted for chunk in request.held)
-        self._unpin(request)
+    def release_awaiting(self) -> None:
+        """Unpin what is held for requests that await chunks: these may never come."""
+        for request in self.awaiting:
+            if request.held and request.wait is not None and request.wait.keys:
+                wanted = set(request.wanted)
+                request.wait.leading += sum(chunk.key not in wanted for chunk in request.held)
+                self._unpin(request)
 
     def _unpin(self, request: Request) -> None:
         chunks, request.held = request.held, {}

@@ -176,8 +176,6 @@ class Waits:
                 news.append(request)
             if wait is None or not wait.keys:
                 continue
-            if request.held:
-                self._holds.release(request)
             if wait.again_s <= now_s < wait.ends_s:
                 due.append(request)
             elif wait.again_s <= now_s:
@@ -185,6 +183,7 @@ class Waits:
                 news.append(request)
         if due:
             self._poll(due, now_s, ask)
+        self._holds.release_awaiting()
         return news
 
     def update(self, request: Request, now_s: float) -> None:
