@@ -125,8 +125,7 @@ class Tiering:
     def settle(self, now_s: float) -> None:
         """End a round of questions: promote what is wanted, keep the deadlines, keep the reserve free."""
         self.claims.start_round(now_s)
-        if self.priorities.ending:
-            self.priorities.expire(now_s)
+        self.priorities.expire(now_s)
         if self._misses.requests:
             self._misses.count(self._round)
         asked, self._asked = self._asked, []
@@ -146,8 +145,7 @@ class Tiering:
             self.shared.evict(self.holds.free_reserve - self.table.room)
         if self.cascades.reused or self.cascades.offered_again:
             self.cascades.follow_reuse(now_s)
-        if self.table.faults:
-            self.shared.note_policy()
+        self.shared.note_policy()
         if self._has_damage:
             self._has_damage = False
             self.disable_after_audit(None, "when it was about to be put into a tier")
