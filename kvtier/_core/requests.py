@@ -77,6 +77,7 @@ class Request(Stateful):
     deadline_s: float | None = None  # when pending keys become misses; set while WAITING
     round: object = None  # the last one that asked it; the fields down to ``wanted`` belong to that round
     first: OffloadKey | None = None  # the key that was asked first
+    is_repeated: bool = False  # that key got its answer by ``repeat_answer``, perhaps all did
     base: int = 0  # chunks of the prompt before ``first``: the device has them
     hits: list[OffloadKey] = field(default_factory=list)  # answered HIT and not held yet
     wanted: list[OffloadKey] = field(default_factory=list)  # answered PENDING or RETRY, in order of asking
@@ -90,6 +91,7 @@ class Request(Stateful):
     locates: bool = False  # it only locates chunks: nothing is promoted for it
     is_prefetch: bool = False  # no client waits for it: it yields to all other requests
     answers_stand: bool = False  # it waits, and the same lookups get the same answers until ``note_change``
+    has_news: bool = True  # a scan, or ``note_change``, came since its wanted keys were last examined
     blocked: OffloadKey | None = None  # then: the first located key that had no slot
     wait: Wait | None = None  # for chunks that no tier has yet; None if these are misses at once
     terms: Terms | None = None  # the terms of its claim, if it has one
@@ -129,7 +131,8 @@ class Request(Stateful):
         self.first = first
         if self.no_store is not None:
             self.renew_blocks()  # the engine forgets its old blocks before it asks
-        self.answers_stand = False
+        self.is_repeated = False
+        self.note_change()
         self.hits.clear()
         self.wanted.clear()
         if self.wait is not None:
@@ -165,6 +168,7 @@ class Request(Stateful):
     def note_change(self) -> None:
         """Note that the same lookups may get other answers from now on."""
         self.answers_stand = False
+        self.has_news = True
 
     def forget_locations(self) -> None:
         """Forget which keys are located, or nowhere."""

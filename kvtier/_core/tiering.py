@@ -101,7 +101,7 @@ class Tiering:
             return None
         if key == request.first:
             if request.round is not self._round:
-                request.round = self._round
+                request.round, request.is_repeated = self._round, True
                 self._asked.append(request)
             return _RETRY
         if request.round is not self._round:
@@ -125,8 +125,7 @@ class Tiering:
     def settle(self, now_s: float) -> None:
         """End a round of questions: promote what is wanted, keep the deadlines, keep the reserve free."""
         self.claims.start_round(now_s)
-        if self.priorities.ending:
-            self.priorities.expire(now_s)
+        self.priorities.expire(now_s)
         if self._misses.requests:
             self._misses.count(self._round)
         asked, self._asked = self._asked, []
@@ -146,8 +145,7 @@ class Tiering:
             self.shared.evict(self.holds.free_reserve - self.table.room)
         if self.cascades.reused or self.cascades.offered_again:
             self.cascades.follow_reuse(now_s)
-        if self.table.faults:
-            self.shared.note_policy()
+        self.shared.note_policy()
         if self._has_damage:
             self._has_damage = False
             self.disable_after_audit(None, "when it was about to be put into a tier")
@@ -174,9 +172,7 @@ class Tiering:
                 self.promotions.locate_wanted(request, now_s)
             elif request.is_waiting:
                 self.promotions.promote_wanted(request, now_s)
-        for request in self.holds.awaiting:
-            if request.held and request.awaits_any:  # the rest may never come
-                self.holds.release(request)
+        self.holds.release_awaiting()  # those too that began to in this round
 
     def _drop_released(self) -> None:
         if released := self.priorities.released():

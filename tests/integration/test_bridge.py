@@ -546,6 +546,15 @@ def test_fetched_chunks_announced_once(make: Make, tmp_path: Path, self_describi
     assert _told(it) == []
 
 
+def test_loads_leave_nothing_without_events(make: Make) -> None:
+    it = make(self_describing=True, kv_events=False)
+    it.store(prompt(1, 4), it.request("a"))
+    it.settle()
+    it.manager.prepare_load(prompt(1, 4), it.request("b"))
+    assert _told(it) == []
+    assert not it.manager._published.stream._describable
+
+
 def _told(it: World) -> list[tuple[Medium, bool, str | None, set[OffloadKey]]]:
     events = it.manager.take_events()
     return [(event.medium, event.removed, event.ownership, set(event.keys)) for event in events]

@@ -137,8 +137,8 @@ MUTATIONS = (
     ),
     Mutation(
         "held_while_another_engine_computes",
-        "kvtier._core.tiering:Tiering._promote",
-        (("if request.held and request.awaits_any:", "if False:"),),
+        "kvtier._core.promotion.holds:Holds.release_awaiting",
+        (("for request in self.awaiting:", "for request in ():"),),
     ),
     Mutation(
         "reset_does_not_reach_fetches",

@@ -98,24 +98,25 @@ class Holds:
     def unpin_unasked(self, request: Request) -> None:
         """Unpin what the request's last full scan did not ask for.
 
-        It has that in its own cache by now, mostly because another request of the same prefix ran. The first
-        key was asked for, though a scan that was begun as a repeated one does not show it.
+        It has that in its own cache by now, mostly because another request of the same prefix ran. A scan
+        that was begun as a repeated one asks for few keys, whatever changed since.
         """
-        if request.answers_stand or self._shared.windowed:
+        if request.is_repeated or self._shared.windowed:
             return
-        now, first = request.round, request.first
-        gone = [chunk for chunk, when in request.held.items() if when is not now and chunk.key != first]
+        now = request.round
+        gone = [chunk for chunk, when in request.held.items() if when is not now]
         for chunk in gone:
             del request.held[chunk]
         self._shared.table.unpin(gone)
         self.free_budget(gone)
 
-    def release(self, request: Request) -> None:
-        """Unpin what is held for a request that awaits chunks."""
-        if request.wait is not None:
-            wanted = set(request.wanted)
-            request.wait.leading += sum(chunk.key not in wanted for chunk in request.held)
-        self._unpin(request)
+    def release_awaiting(self) -> None:
+        """Unpin what is held for requests that await chunks: these may never come."""
+        for request in self.awaiting:
+            if request.held and request.wait is not None and request.wait.keys:
+                wanted = set(request.wanted)
+                request.wait.leading += sum(chunk.key not in wanted for chunk in request.held)
+                self._unpin(request)
 
     def _unpin(self, request: Request) -> None:
         chunks, request.held = request.held, {}

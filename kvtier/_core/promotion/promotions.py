@@ -50,7 +50,7 @@ class Promotions:
         """
         if request.answers_stand and (request.awaits_any or self._is_blocked(request)):
             return
-        if request.wait is not None and not request.answers_stand:
+        if request.wait is not None and request.has_news:
             self.waits.update(request, now_s)
         expected, visible = self._gets.expected[request.tiers], self._shared.table.visible
         located, wait = request.located, request.wait if request.awaits_any else None
@@ -75,7 +75,7 @@ class Promotions:
             elif not unsure or self._is_windowed(key):
                 known.append(key)
             unsure = unsure or not (key in located or self._is_windowed(key))
-        request.answers_stand = stand
+        request.answers_stand, request.has_news = stand, False
         if known:
             self._get_for(request, known, now_s)
         if unknown:

@@ -163,12 +163,15 @@ class Waits:
             self._holds.leave_line(request, wait.until_s)
 
     def follow(self, now_s: float, ask: Ask) -> list[Request]:
-        """Ask again where that is due; return the requests for which something may be promoted now."""
+        """Ask again where that is due; return the requests for which something may be promoted now.
+
+        Chunks held for requests that go on waiting are unpinned: their next chunks, too, need the budget.
+        """
         news: list[Request] = []
         due: list[Request] = []
         for request in list(self._holds.awaiting):
             wait = request.wait
-            if wait is None or not request.answers_stand or not wait.keys:
+            if wait is None or request.has_news or not wait.keys:
                 self.update(request, now_s)
                 news.append(request)
             if wait is None or not wait.keys:
@@ -180,6 +183,7 @@ class Waits:
                 news.append(request)
         if due:
             self._poll(due, now_s, ask)
+        self._holds.release_awaiting()
         return news
 
     def update(self, request: Request, now_s: float) -> None:

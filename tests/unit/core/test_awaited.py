@@ -30,6 +30,7 @@ from tests.unit.core.world import (
     MISSING,
     PENDING,
     RETRY,
+    CountedKey,
     answer,
     ask,
     fetches,
@@ -197,6 +198,27 @@ def test_early_arrival_is_unheld() -> None:
     step_as_vllm(core, request, PROMPT, when_s)
     assert not core.holds.promoting
     assert core.table.evictable == 3
+
+
+def test_budget_is_refilled_at_once() -> None:
+    """Chunks that were promoted for a waiting request leave room for its next ones in the same step."""
+    core, request, prompt = make(slots=32, budget=0.125), waiting(), keys("a", 9)
+    begin(core, request, prompt, *[COPIED] * 4, *[LOCATED] * 4, MISSING)
+    answers, (get,) = step_as_vllm(core, request, prompt, 0.0)
+    assert answers == [HIT] * 4 + [PENDING] * 4 + [RETRY]
+    assert list(get.keys) == prompt[4:8]
+
+
+def test_full_engine_examines_no_keys() -> None:
+    """An engine without room asks for no request; one that awaits more chunks costs its steps nothing."""
+    core, request = make(), waiting()
+    prompt = [OffloadKey(CountedKey(key)) for key in keys("a", 64)]
+    begin(core, request, prompt, *[COPIED] * 8, *[MISSING] * 56)
+    core.settle(0.0)
+    CountedKey.hashed = 0
+    core.settle(0.0)
+    assert request.awaits_any
+    assert CountedKey.hashed == 0
 
 
 def test_evicted_chunk_returns_last() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvtier._core.messages import Answer, Get, GetEnded, Put, PutEnded
+from kvtier._core.promotion.waits import Wait
 from kvtier._core.requests import Request
 from kvtier._core.states import RequestState
 from kvtier._core.tiering import Tiering
@@ -21,6 +22,7 @@ from tests.unit.core.world import (
     MISSING,
     PENDING,
     RETRY,
+    CountedKey,
     answer,
     ask,
     fetches,
@@ -210,6 +212,22 @@ def test_repeated_scan_keeps_holds() -> None:
     assert ask(core, request, [*there, *wanted]) == [HIT] * 4
 
 
+@pytest.mark.parametrize("tiers", [1, 2])
+@pytest.mark.parametrize("event", ["get ended", "overdue"])
+@pytest.mark.parametrize("wait_s", [None, 10.0])
+def test_change_after_repeated_scan_keeps_holds(tiers: int, event: str, wait_s: float | None) -> None:
+    """Two questions stood for all: the chunks between them were asked for."""
+    core, there, wanted = make(tiers=tiers), keys("there", 4), keys("wanted", 2)
+    request = Request(wait=Wait(wait_s) if wait_s else None)
+    store(core, there)
+    (fetch,) = step(core, request, [*there, *wanted])
+    assert [core.repeat_answer(key, request) for key in there[:2]] == [RETRY, MISS]
+    if event == "get ended":
+        answer(core, fetch, [COPIED] * 2)
+    core.settle(3.0 if event == "overdue" else 0.0)
+    assert [core.table.visible[key].pins for key in there] == [1] * 4
+
+
 def test_standing_scan_is_two_questions() -> None:
     core, request, prompt = make(), Request(), keys("a", 4)
     assert core.repeat_answer(prompt[0], request) is None, "it was not asked yet"
@@ -228,29 +246,19 @@ def test_standing_scan_is_two_questions() -> None:
     assert ask(core, request, prompt) == [HIT] * 4
 
 
-class _CountedKey(bytes):
-    """A key that counts how often keys are examined."""
-
-    hashed = 0
-
-    def __hash__(self) -> int:
-        _CountedKey.hashed += 1
-        return super().__hash__()
-
-
 def test_a_step_without_news_examines_few_keys() -> None:
     core, requests = make(slots=64, budget=0.25), [Request() for _ in range(8)]
     store(core, keys("old", 64))
-    prompts = [[OffloadKey(_CountedKey(key)) for key in keys(f"{name}-", 256)] for name in range(8)]
+    prompts = [[OffloadKey(CountedKey(key)) for key in keys(f"{name}-", 256)] for name in range(8)]
 
     def run_steps() -> int:
         for _ in range(3):
-            _CountedKey.hashed = 0
+            CountedKey.hashed = 0
             for request, prompt in zip(requests, prompts, strict=True):
                 if core.repeat_answer(prompt[0], request) is None:
                     ask(core, request, prompt)
             core.settle(0.0)
-        return _CountedKey.hashed // len(requests)
+        return CountedKey.hashed // len(requests)
 
     assert run_steps() < 8, "all are in flight"
     gets = fetches(core)

@@ -30,6 +30,16 @@ COPIED, LOCATED, MISSING = Answer.COPIED, Answer.LOCATED, Answer.MISSING
 NONE, GOOD, BAD, LATE = TransferHealth.NONE, TransferHealth.GOOD, TransferHealth.BAD, TransferHealth.LATE
 
 
+class CountedKey(bytes):
+    """A key that counts how often keys are examined."""
+
+    hashed = 0
+
+    def __hash__(self) -> int:
+        CountedKey.hashed += 1
+        return super().__hash__()
+
+
 def keys(name: str, count: int = 1, group: int = 0) -> list[OffloadKey]:
     """Return the keys of a prompt's chunks."""
     return [pack_key(f"{name}{index}".encode(), group) for index in range(count)]

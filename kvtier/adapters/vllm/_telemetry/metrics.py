@@ -86,7 +86,8 @@ class Published:
         self.locations = locations
         self.names = [status.name for status in core.shared.tiers]
         self.info = dict(info or {})
-        self.stream = EventStream(self.names, locations, self_describing=self_describing)
+        describes = self_describing and core.shared.kv_events.enabled
+        self.stream = EventStream(self.names, locations, self_describing=describes)
         self._chunk_bytes = chunk_bytes
         self._gauges = GaugeReader(core, activity, chunk_bytes)
         self._readings: list[float | None] = [None] * len(self._gauges.gauges)  # as last published

@@ -345,8 +345,7 @@ class EngineProcess(Process):
         for job in preempted:
             if job.state is not JobState.ENDED:
                 self.core.restart(job.request)
-        self._driver.on_events(self._events)  # first, as in vLLM's adapter
-        self._driver.settle()
+        self._driver.end_round(self._events)
         for job in self._jobs:
             if job.is_scanned:
                 self._note_wait(job)
