@@ -148,14 +148,14 @@ class Request(Stateful):
             self.renew_blocks()
         self.is_placed = True
 
-    def preempt(self) -> None:
+    def lose_blocks(self, why: str) -> None:
         """Note that the engine has taken its blocks, and may still offer them as its own."""
         if self.is_placed:
-            self.no_store = self.no_store or "preempted"
+            self.no_store = self.no_store or why
 
     def renew_blocks(self) -> None:
-        """Note that it gets new blocks after a preemption."""
-        if self.no_store == "preempted":
+        """Note that it gets new blocks in place of those that it lost."""
+        if self.no_store != "session":
             self.no_store = None
 
     def mark_absent(self, keys: Collection[OffloadKey], why: str = "") -> None:

@@ -214,7 +214,7 @@ class Tiering:
         told = [chunk.key for chunk, when in request.held.items() if when is self._round]
         self.served(request)
         if request.round is not self._round:
-            request.preempt()
+            request.lose_blocks("preempted")
         self.shared.gate.running.discard(request)
         request.hits += told
         request.missed.clear()

@@ -488,17 +488,34 @@ def test_reset_stops_stores(make: Make) -> None:
     it.step(new=["running"])
     it.has_blocks = True
     it.manager.reset_cache()
-    it.has_blocks = False
-    it.step(preempted=["running"])  # after the reset
     for context in (running, it.request("new")):
         assert it.store(prompt(1, 4), context) == []
     assert it.core.shared.counts["store_refused", "reset"] == 8
+    it.has_blocks = False
     it.manager.reset_cache()
+    it.step(preempted=["running"])  # after the reset
     for name, context in enumerate([running, it.request("newer")]):
         assert (
             it.find(prompt(name, 4), context) == 0
         )  # vLLM looks a preempted request up before it runs again
         assert it.store(prompt(name, 4), context) == prompt(name, 4)
+
+
+@pytest.mark.parametrize("is_reset", [True, False])
+@pytest.mark.parametrize("ends_first", [True, False])
+def test_ended_requests_store_no_old_blocks(make: Make, is_reset: bool, ends_first: bool) -> None:
+    """vLLM offers the last chunks of a request in the step after its end, which another request may begin."""
+    it = make(slots=32)
+    ended = it.request("ended")
+    it.step(new=["ended"])
+    it.has_blocks = not ends_first
+    (it.manager.reset_cache if is_reset else it.manager.on_new_weights)()
+    it.has_blocks = False  # after its end, and a reset of the device alone
+    new = it.request("new")
+    it.step(new=["new"])
+    assert it.store(prompt(1, 4), ended) == []
+    assert it.core.shared.counts["store_refused", "reset"] == 4
+    assert it.store(prompt(1, 4), new) == prompt(1, 4)
 
 
 @pytest.mark.parametrize("refusal", ["device_lost", "audit"])

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -88,7 +89,8 @@ def test_new_weights_are_noticed() -> None:
     """vLLM tells its connectors of none, but its engine passes calls of workers' methods on."""
     calls: list[object] = []
     core = _Core(calls)
-    for method in ("reload_weights", "update_weights", load_weights, "apply_model", "profile"):
+    methods = ("reload_weights", "update_weights", load_weights, "apply_model", "profile", "init_weights")
+    for method in methods:
         core.collective_rpc(method, 1.0)
     sent: tuple[object, ...] = ("profile", None, (), {})  # as the engine's process gets it
     core.collective_rpc(*EngineCoreProc._convert_msgspec_args(core.collective_rpc, sent))
@@ -98,8 +100,15 @@ def test_new_weights_are_noticed() -> None:
         *(changes, "reload_weights"),
         "update_weights",
         *(changes, load_weights, changes, "apply_model"),
-        *("profile", "profile", "compute_weight_checksums"),
+        *("profile", changes, "init_weights", "profile", "compute_weight_checksums"),
     ]
+
+
+@pytest.mark.parametrize("method", [lambda worker: None, partial(print), b"pickled"], ids=str)
+def test_unnamed_functions_may_change_weights(method: object) -> None:
+    calls: list[object] = []
+    _Core(calls).collective_rpc(method)
+    assert calls == ["changes", method]
 
 
 def load_weights() -> None:

@@ -153,9 +153,14 @@ CAPS_HITS_BY_EXPERTS = REPORTS_RESET_FLUSH
 
 
 CHANGES_WEIGHTS: Final = re.compile(
-    r"apply_model$|(?!(compute|init|shutdown|supports)_|update_weights$).*weight", re.I
+    r"(apply|load)_model$|(?!(compute_weight_checksums|(init|shutdown)_weight_transfer_engine"
+    r"|supports_draft_weight_updates|update_weights)$).*weight|(?!\w+$)",
+    re.I,
 )
-"""Names of functions that can give workers new weights. ``update_weights`` comes between two that count."""
+"""Names of functions that can give workers new weights. ``update_weights`` comes between two that count.
+
+So can functions without a name: lambdas, partial functions and pickled ones.
+"""
 
 _CROP_LONE_IMAGES: Final = frozenset(() if TRACKS_BLOCKS else ("DeepseekVLV2ForCausalLM", "H2OVLChatModel"))
 """Models that crop an image only if its request has few others. From 0.33 on, its hash says so."""

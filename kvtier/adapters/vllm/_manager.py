@@ -172,7 +172,8 @@ class KVTierManager(OffloadingManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         if req_context.req_id in self.requests:  # an earlier one of this name has not ended
             self.on_request_finished(req_context)
-        self._has_old_blocks = self._has_old_blocks and self._engine.has_blocks()
+        if self._has_old_blocks and not self._engine.has_blocks():
+            self._note_old_blocks()
         tiers = allowed_tiers(req_context.load_tier_filter, self._published.locations)
         request = self.requests[req_context.req_id] = Request(req_context.req_id, tiers)
         params, session, self.session = req_context.kv_transfer_params, self.session, ""
@@ -454,6 +455,9 @@ class KVTierManager(OffloadingManager):
                 "nothing is stored until the next reset: the device has blocks from before this one, or from "
                 "before new weights; reset with reset_running_requests, or while idle"
             )
+            return
+        for request in self.requests.values():
+            request.lose_blocks("reset")  # also ended ones, whose last chunks vLLM offers in the next step
 
     def _store_refusal(self, req_id: str) -> str | None:
         """Return why a request stores nothing, in a word of ``reasons.STORE_REFUSED``; else None."""

@@ -70,7 +70,7 @@ class ModelShape:
     groups: tuple[LayerGroup, ...]
     workers: int
     copies: int  # number of workers that hold the same bytes
-    pages_per_block: int  # bytes per worker, which are those of the largest group's layers
+    pages_per_block: int  # per worker: as many as the largest group has layers
 
     @property
     def block_bytes(self) -> int:
