@@ -18,7 +18,8 @@ _PLACE_BITS = 12
 class Plan:
     """Simulates a life with dictionaries.
 
-    Each answer has unique tokens. Requests of a round follow each other, and none is aborted.
+    Each answer has unique tokens. Requests of a round follow each other, and none is aborted; but the uses of
+    aborted ones do not count for ``store_threshold``.
 
     Attributes:
         loads: chunks of prompts loaded from host memory.
@@ -70,7 +71,8 @@ class Plan:
             engine.host.add([key])
         engine.device.add(keys)
         self._uses.update(keys)
-        engine.uses.update(keys)
+        if ask.abort is None:  # else the engine may offer nothing
+            engine.uses.update(keys)
         if not ask.more:
             self._store(engine, keys)
 
