@@ -56,15 +56,13 @@ class Driver:
 
     def on_events(self, events: deque[Event]) -> None:
         """Pass all events of a queue to the core, and the resulting commands to the executor."""
-        self._take(events, self._clock())
-        self.dispatch()
-
-    def _take(self, events: deque[Event], now_s: float) -> None:
+        now_s = self._clock()
         while events:
             event = events.popleft()
             if self.traces is not None:
                 self.traces.ended(event)
             self._core.on_event(event, now_s)
+        self.dispatch()
 
     def settle(self) -> None:
         self._core.settle(self._clock())
@@ -75,11 +73,9 @@ class Driver:
 
         So transfers that ended while the owner was idle are not overdue.
         """
-        now_s = self._clock()
         if events:
-            self._take(events, now_s)
-        self._core.settle(now_s)
-        self.dispatch()
+            self.on_events(events)
+        self.settle()
 
     def reset(self) -> None:
         """Hide everything stored so far, in every tier."""
